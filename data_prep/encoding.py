@@ -1,7 +1,8 @@
 """Text to token ids, with a SentencePiece model, LLaMA-3's, or a tokenizer of Hugging Face.
 
-Every document is encoded by itself and followed by the end-of-sequence token; there is no beginning-of-sequence token.
-Special tokens that are spelled out in a text stay text: no engine turns them into control ids.
+Every document is encoded by itself and followed by the end-of-sequence token; the beginning-of-sequence token comes
+before it if it is asked for. Special tokens that are spelled out in a text stay text: no engine turns them into control
+ids.
 
 Where a model allows it, SentencePiece is asked only for what is not known yet (data_prep/segment_cache.py). One
 document in a thousand is then encoded by SentencePiece as well, and must come out the same.
@@ -15,50 +16,105 @@ import numpy as np
 import sentencepiece
 
 from data_prep.segment_cache import SegmentCache, segment_cache
-from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, sha256_of
+from moh_lm.config import raise_any
+from moh_lm.data.files import ShardError, json_bytes, sha256_of
+from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, ends_of_model
+from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tokenizer import model_files, read_model
+from moh_lm.parsing import parse_json
+from moh_lm.units import listing
 
 BATCH = 1 << 17  # characters of text that are encoded together
+SPACE_MARK = "\u2581"
+CONFIG = TOKENIZER_FILES[2]  # tokenizer_config.json
 CHECKED = 1000  # one document in so many is encoded twice, unless
 LONGEST_CHECKED = 1 << 20  # it has more characters: SentencePiece takes about 45 bytes of memory for each
 
 
 @dataclass(frozen=True)
 class Options:
-    """What determines a shard besides its inputs and the tokenizer."""
+    """What determines a shard besides its inputs and the tokenizer. bos: put one before each document."""
 
     text_key: str = "text"
     shuffle: bool = True
+    bos: bool = False
+
+    def facts(self) -> dict:
+        """What a sidecar and the name of a unit say of them; the tokenizer's facts have the BOS."""
+        return {"text_key": self.text_key, "shuffle": self.shuffle}
 
 
 class Tokenizer:
-    """The model at ``path``. Raises ConfigError if it is none, or has no end-of-sequence token."""
+    """The model at ``path``; bos: whether documents begin with its beginning-of-sequence token.
 
-    def __init__(self, path: str):
+    Raises ConfigError if it is none, lacks one of these tokens, or gives a text other ids each time.
+    """
+
+    def __init__(self, path: str, bos: bool = False):
         self.model = read_model(path)
         self.files = model_files(path)
         plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
         engine = f"sentencepiece {sentencepiece.__version__}" if plain else self.model.engine
         self.vocab_size = self.model.vocab_size()
         self.eos_id = self.model.eos_id()
+        self.bos_ids = np.array([self.model.bos_id()] if bos else [], np.int32)
+        problems = []
         if self.eos_id < 0:
-            raise ConfigError([
-                f"--tokenizer {path}: has no end-of-sequence piece to separate documents; give a model with one"
-            ])
+            problems.append("has no end-of-sequence piece to separate documents; give a model with one")
+        if bos and self.model.bos_id() < 0:
+            problems.append("has no beginning-of-sequence token; leave --bos out")
+        if dropout := getattr(self.model, "dropout", None):
+            remedy = 'write "dropout": null in tokenizer.json'
+            problems.append(f"gives a text other tokens each time, with BPE dropout {dropout:g}; {remedy}")
+        raise_any([f"--tokenizer {path}: {problem}" for problem in problems])
         self.description = {
             "sha256": sha256_of(next(iter(self.files.values()))),
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
+            **({"bos_id": int(self.bos_ids[0])} if bos else {}),
             "engine": engine,
         }
         self.num_encoded = 0
 
+    @cached_property
+    def takes_mark_for_space(self) -> bool:
+        """Whether U+2581 in a text becomes a space, as it does with SentencePiece."""
+        return np.array_equal(*(self.model.encode(f"a{space}b", out_type="numpy") for space in (" ", SPACE_MARK)))
+
     @property
     def identity(self) -> str:
-        """What names a unit of work: the file's hash, and the end-of-sequence id where another file tells it."""
+        """What names a unit of work: the file's hash, the end-of-sequence id where another file tells it, the BOS."""
         digest = self.description["sha256"]
-        return f"{digest}, {self.eos_id}" if len(self.files) > 1 else digest
+        identity = f"{digest}, {self.eos_id}" if len(self.files) > 1 else digest
+        return f"{identity}, after {self.bos_ids[0]}" if len(self.bos_ids) else identity
+
+    def contents(self) -> dict[str, bytes]:
+        """The files of a data directory by name: those of the tokenizer, and in them the end of a document."""
+        found = {name: path.read_bytes() for name, path in self.files.items()}
+        if isinstance(self.model, HuggingFaceModel):
+            end = self.model.id_to_piece(self.eos_id)
+            config = parse_json(found[CONFIG])
+            if end != config.get(DOCUMENT_END, self.model.eos_token):
+                found[CONFIG] = json_bytes({**config, DOCUMENT_END: end})
+        return found
+
+    def ends(self) -> str:
+        """A sentence on the tokens at the ends of documents, and on others that the model might have there."""
+        end, begin = self.model.id_to_piece(self.eos_id), self.model.bos_id()
+        named, of_model = getattr(self.model, "eos_token", end), ends_of_model(next(iter(self.files.values())).parent)
+        sentence = f"documents end with {end} (id {self.eos_id})"
+        if named not in (end, None):
+            sentence += f", since {named} ends a turn in chats of this model"
+        elif of_model and self.eos_id not in of_model:
+            sentence += f", but the config.json beside the tokenizer ends a text with id {listing(of_model)}"
+        if begin < 0:
+            return sentence
+        begin = f"{self.model.id_to_piece(begin)} (id {begin})"
+        if len(self.bos_ids):
+            return f"{sentence} and begin with {begin}"
+        usual = ", as transformers does" if getattr(self.model, "begins", False) else ""
+        return f"{sentence}; nothing is put before them (--bos puts {begin} there{usual})"
+
 
     @cached_property
     def cache(self) -> SegmentCache | None:
@@ -66,7 +122,7 @@ class Tokenizer:
         return segment_cache(self.model) if isinstance(self.model, sentencepiece.SentencePieceProcessor) else None
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of each document and the end-of-sequence id, int32 [tokens], in the order of ``texts``.
+        """The ids of each document and those at its ends, int32 [tokens], in the order of ``texts``.
 
         Texts are taken some at a time. Raises ShardError if the segment cache and SentencePiece disagree.
         """
@@ -81,12 +137,14 @@ class Tokenizer:
             yield from self.encode_batch(batch)
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of one document and the end-of-sequence id, int32 [tokens]."""
+        """The ids of one document and those at its ends, int32 [tokens]."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        if self.cache is None:
-            return [self.encode_plainly(text) for text in texts]
+        encoded = self.encode_with_cache(texts) if self.cache else [self.encode_plainly(text) for text in texts]
+        return [np.concatenate([self.bos_ids, ids]) for ids in encoded] if len(self.bos_ids) else encoded
+
+    def encode_with_cache(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self.cache.encode(texts)
         for index in range(-self.num_encoded % CHECKED, len(texts), CHECKED):
             text = texts[index]

@@ -143,8 +143,9 @@ def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | I
 
 def recognized_sources(
     directories: list[str], text_key: str, elsewhere: set[str], only: list[str]
-) -> tuple[dict[str, list[Piece]], list[str], list[str]]:
-    """Source -> the files of it below ``directories``, sentences for unreadable files, and remarks for the user.
+) -> tuple[dict[str, list[Piece]], list[str], list[str], list[str]]:
+    """Source -> the files of it below ``directories``, sentences for unreadable files, remarks for the user, and the
+    files that are no data.
 
     Files in ``elsewhere`` (real paths) have been named already; of the sources found, those in ``only`` stay, or all.
     A file that mixes sources is in each of them. A file of no known corpus counts as unreadable; a remark tells of it
@@ -173,7 +174,7 @@ def recognized_sources(
             for name in names:
                 if not only or name in only:
                     sources.setdefault(name, []).append(replace(piece, source=name) if len(names) > 1 else piece)
-    remarks = [f"left out, as no data: {', '.join(shortened(sorted(left_out)))}"] if left_out else []
+    remarks = []
     if unknown:
         remarks.append(
             f"--recognize {' '.join(directories)}: {len(unknown)} files are of no known corpus; "
@@ -185,7 +186,7 @@ def recognized_sources(
     if missing := [name for name in only if name not in sources]:
         there = ", ".join(sorted(found)) or "no source"
         raise ConfigError([f"--only {' '.join(missing)}: not found below {' '.join(directories)}, which has {there}"])
-    return sources, unreadable + shortened(unknown), remarks
+    return sources, unreadable + shortened(unknown), remarks, left_out
 
 
 def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:

@@ -25,7 +25,8 @@ from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
-FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", *TOKENIZER_FILES)))
+LEFT_OUT = "left_out.txt"  # of the last command
+FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", LEFT_OUT, *TOKENIZER_FILES)))
 TEMPORARY = re.compile(rf"({FILES})\.tmp-\d+")
 
 
@@ -51,9 +52,9 @@ def check_tokenizer_files(output: Path, tokenizer: Tokenizer):
     """Raise ConfigError if ``output`` is no data directory yet, but holds files of another tokenizer."""
     if (output / "manifest.json").exists() or any(output.glob("[!.]*/*.json")):
         return
+    contents = tokenizer.contents()
     for name in TOKENIZER_FILES:
-        mine = tokenizer.files.get(name)
-        if (output / name).exists() and (mine is None or mine.read_bytes() != (output / name).read_bytes()):
+        if (output / name).exists() and contents.get(name) != (output / name).read_bytes():
             problem = f"has {name}, of another tokenizer; remove it, or choose another directory"
             raise ConfigError([f"--output {output}: {problem}"])
 
@@ -105,7 +106,7 @@ def replaced_shards(
         except ShardError as error:
             raise ConfigError([f"--output {output}: {error}; move it away, or choose another directory"]) from error
         both = sidecar["tokenizer"], tokenizer.description
-        used, given = (f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}" for facts in both)
+        used, given = map(describe_tokenizer, both)
         if used != given:
             raise ConfigError([
                 f"--output {output}: source {source} was made with another tokenizer, SHA-256 {used}; --tokenizer has "
@@ -127,6 +128,11 @@ def replaced_shards(
             ])
         replaced.append(path)
     return replaced
+
+
+def describe_tokenizer(facts: dict) -> str:
+    begin = f" after each and {facts['bos_id']} before" if "bos_id" in facts else ""
+    return f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}{begin}"
 
 
 def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]:

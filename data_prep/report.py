@@ -3,25 +3,48 @@
 import io
 import shutil
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data_prep.containers import FAILURES, READ, unpacked
 from data_prep.documents import Piece
-from data_prep.inputs import Source, shortened
+from data_prep.inputs import Source
 from data_prep.units import Unit
+from moh_lm.data.files import publish
 
+FEW = 3  # files that are named in a line
+QUIET = 10  # seconds after which something is said
 JUDGED = 1 << 20  # bytes of a compressed file that tell how much it holds
 
 
-def plan_line(name: str, source: Source, complete: list[bool]) -> str:
+class LeftOut:
+    """Files of which no document is read. A few are named in a line; all of many are listed in the file at ``path``."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lines = []
+        path.unlink(missing_ok=True)  # of an earlier command
+
+    def say(self, why: str, files: Iterable[str]) -> str:
+        """``why``, and which files."""
+        named = [file.encode(errors="backslashreplace").decode() for file in sorted(files)]
+        self.lines += [f"{why}: {file}\n" for file in named]
+        if len(named) <= FEW:
+            return f"{why}: {', '.join(named)}"
+        publish(self.path, "".join(self.lines).encode())
+        return f"{why}: {len(named):,} files, such as {named[0]}; {self.path} lists them"
+
+
+def plan_line(name: str, source: Source, complete: list[bool], left_out: LeftOut) -> str:
     line = f"{name}: {len(complete)} shards of {len(source.pieces)} files, {sum(complete)} of them complete already"
-    copies = ", ".join(shortened([piece.path for piece in source.copies]))
-    return line + (f"; left out, as copies of other files: {copies}" if copies else "")
+    copies = [piece.path for piece in source.copies]
+    return f"{line}; {left_out.say('left out, as copies of other files', copies)}" if copies else line
 
 
 def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
@@ -32,9 +55,28 @@ def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
         unit="B",
         unit_scale=True,
         dynamic_ncols=True,
-        mininterval=0.5 if sys.stderr.isatty() else 30,
+        mininterval=0.5 if sys.stderr.isatty() else QUIET,
+        miniters=1,
         disable=num_bytes < least,
     )
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Say every ten seconds, until the block ends, that ``what`` is going on."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def tell():
+        while not ended.wait(QUIET):
+            tqdm.write(f"{what}, {time.monotonic() - start:.0f} s so far", file=sys.stderr)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def table(head: list[str], rows: list[list], left: tuple[int, ...] = (0,)) -> Iterator[str]:
@@ -88,11 +130,11 @@ def print_others(manifest: dict, sources: Iterable[str], units: list[Unit]):
             print(f"{count} of inputs that this command does not name stay in {source}")
 
 
-def print_summary(sources: Iterable[str], finished: dict[Unit, dict]):
+def print_summary(sources: Iterable[str], finished: dict[Unit, dict], left_out: LeftOut):
     """A row for each source, and the files that are sound and hold nothing."""
     full = {piece.origin for unit in finished if finished[unit]["documents"] for piece in unit.pieces if piece.size}
     if empty := {piece.origin for unit in finished for piece in unit.pieces if not piece.source} - full:
-        print(f"no document is in {', '.join(shortened(sorted(empty)))}")
+        print(left_out.say("without a document", empty))
     rows = []
     for source in sources:
         sidecars = [sidecar for unit, sidecar in finished.items() if unit.source == source]
@@ -102,3 +144,5 @@ def print_summary(sources: Iterable[str], finished: dict[Unit, dict]):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())) or "none"
         rows.append([source, files, documents, tokens, f"{text_bytes / max(1, tokens):.2f}", reasons])
     print("\n".join(table(["source", "files", "documents", "tokens", "bytes/token", "dropped"], rows, left=(0, 5))))
+    if altered := sum(sidecar.get("altered", 0) for sidecar in finished.values()):
+        print(f"{altered:,} documents hold U+2581, which SentencePiece keeps for itself: it is a space in their tokens")

@@ -24,7 +24,7 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from data_prep import bpe_continuation as bpe
 from data_prep.encoding import Tokenizer
 from data_prep.output import check_model_file
-from data_prep.report import table
+from data_prep.report import table, told
 from data_prep.tiktoken_extension import extended_ranks
 from data_prep.training_sample import SAMPLED_UNIT, read_sample, sample_sentences
 from data_prep.units import plan_units
@@ -69,7 +69,8 @@ def run(flags) -> int:
         print(f"extending {old.vocab_size:,} to {flags.vocab_size:,} on {sum(map(len, lines)):,} bytes", flush=True)
         extend = extended_ranks if is_tiktoken(source) else extended_model
         new_texts, old_texts = ([line.decode() for line in part] for part in (lines, old_lines))
-        model = extend(source, new_texts, old_texts, flags.vocab_size)
+        with told("extending"):
+            model = extend(source, new_texts, old_texts, flags.vocab_size)
     publish(output, model)
     new = Tokenizer(str(output))
     print(f"wrote {output}: ids 0 to {old.vocab_size - 1:,} as before, {new.vocab_size - old.vocab_size:,} new ones")

@@ -14,6 +14,7 @@ from collections import Counter
 import sentencepiece
 
 from data_prep.output import check_model_file
+from data_prep.report import told
 from data_prep.training_sample import LONGEST_SENTENCE, read_sample
 from moh_lm.config import raise_any
 from moh_lm.data.files import publish
@@ -30,7 +31,9 @@ def run(flags) -> int:
     check_model_file(output)
     sentences = read_sample(flags)
     print(f"training {flags.vocab_size:,} pieces on {sum(map(len, sentences)):,} bytes of text", flush=True)
-    publish(output, train(sentences, flags.vocab_size))
+    with told("training"):
+        model = train(sentences, flags.vocab_size)
+    publish(output, model)
     print(f"wrote {output}")
     return 0
 

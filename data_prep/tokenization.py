@@ -10,8 +10,8 @@ from data_prep import output as data_directory
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
-from data_prep.output import finished_sidecars, sweep
-from data_prep.report import outlook, plan_line, print_others, print_summary, progress_bar, room
+from data_prep.output import LEFT_OUT, finished_sidecars, sweep
+from data_prep.report import LeftOut, outlook, plan_line, print_others, print_summary, progress_bar, room, told
 from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
@@ -21,8 +21,10 @@ from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
 
 
 def run(flags) -> int:
-    tokenizer = Tokenizer(flags.tokenizer)
-    sources, from_stdin, failures = find_sources(flags)
+    tokenizer = Tokenizer(flags.tokenizer, flags.bos)
+    print(tokenizer.ends())
+    with told("looking at the inputs"):
+        sources, from_stdin, failures, no_data = find_sources(flags)
     output = data_directory.writable_directory(flags.output)
     try:
         with ExitStack() as stack:
@@ -33,7 +35,10 @@ def run(flags) -> int:
                     sources[from_stdin].pieces.append(stack.enter_context(standard_input(output / from_stdin)))
                 except InputError as error:
                     failures[from_stdin].append(str(error))
-            fill(output, sources, tokenizer, flags, failures)
+            left_out = LeftOut(output / LEFT_OUT)
+            if no_data:
+                print(left_out.say("left out, as no data", no_data))
+            fill(output, sources, tokenizer, flags, failures, left_out)
     except OSError as error:
         failures[""].append(f"{error.filename or output}: {error.strerror or error}, {room(output)}")
     for sentence in sum(failures.values(), []):
@@ -41,25 +46,31 @@ def run(flags) -> int:
     return 1 if any(failures.values()) else 0
 
 
-def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, failures: dict[str, list[str]]):
+def fill(
+    output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, failures: dict[str, list[str]],
+    left_out: LeftOut,
+):  # fmt: skip
     """Bring the data directory to the state that ``sources`` ask for. Raises ConfigError, and OSError."""
-    options = Options(text_key=flags.text_key, shuffle=not flags.no_shuffle)
-    units = plan(sources, output, flags.unit_size, tokenizer, options)
+    options = Options(text_key=flags.text_key, shuffle=not flags.no_shuffle, bos=flags.bos)
+    with told("comparing the inputs with the shards that are there"):
+        units = plan(sources, output, flags.unit_size, tokenizer, options)
+        replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
+        finished = finished_sidecars(output, units)
     for name, source in sources.items():
         failures[name] += source.unreadable
-    replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
-    finished = finished_sidecars(output, units)
     data_directory.check_tokenizer_files(output, tokenizer)
+    contents = tokenizer.contents()
     for name in TOKENIZER_FILES:
-        if name in tokenizer.files:
-            publish(output / name, tokenizer.files[name].read_bytes())
+        if name in contents:
+            publish(output / name, contents[name])
         else:  # of shards that were removed
             (output / name).unlink(missing_ok=True)
     for name in sources:
         (output / name).mkdir(exist_ok=True)
         data_directory.record_groups(output / name, [unit for unit in units if unit.source == name])
     for name, source in sources.items():
-        print(plan_line(name, source, [unit in finished for unit in units if unit.source == name]), flush=True)
+        complete = [unit in finished for unit in units if unit.source == name]
+        print(plan_line(name, source, complete, left_out), flush=True)
 
     make_shards(units, finished, failures, flags, options)
     absent = classify(units, finished, failures, flags)
@@ -76,7 +87,9 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
                 f"{doubled[0]} holds text that new shards hold too, and stays until all files of its source can be "
                 f"read: {output / 'manifest.json'} is left as it was; mend the files that failed, or leave them out"
             )
-        print_others(write_manifest(output), [name for name in sources if name not in incomplete], units)
+        with told("writing the manifest"):
+            manifest = write_manifest(output)
+        print_others(manifest, [name for name in sources if name not in incomplete], units)
     except ShardError as error:
         failures[""].append(str(error))
 
@@ -84,11 +97,12 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
         print(f"replaced {len(replaced)} shards that an earlier run made of the same inputs")
     for name in absent:
         print(f"{name}: no document of these files belongs to it")
-    print_summary([name for name in sources if name not in absent], finished)
+    print_summary([name for name in sources if name not in absent], finished, left_out)
 
 
-def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]]]:
-    """Name -> files of each source; the name of that of standard input; name -> sentences for what cannot be read.
+def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]], list[str]]:
+    """Name -> files of each source; the name of that of standard input; name -> sentences for what cannot be read;
+    files that are no data.
 
     The empty name has the sentences that belong to no source. Raises ConfigError.
     """
@@ -104,23 +118,24 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
     if from_stdin and sys.stdin.isatty():
         problems.append(f"--source {from_stdin[0]}=-: standard input is a terminal; write ... | python data_prep/...")
     raise_any(problems)
-    unreadable = []
+    unreadable, no_data = [], []
     if flags.recognize:
         named = {os.path.realpath(path) for source in sources.values() for path in source.paths}
-        found, unreadable, remarks = recognized_sources(flags.recognize, flags.text_key, named, flags.only)
+        found, unreadable, remarks, no_data = recognized_sources(flags.recognize, flags.text_key, named, flags.only)
         for name, pieces in found.items():
             sources.setdefault(name, Source()).pieces += pieces
         for remark in remarks:
             print(remark)
         if not sources and not unreadable:
             raise ConfigError([f"--recognize {' '.join(flags.recognize)}: holds no file with data; check the path"])
-    return sources, from_stdin[0] if from_stdin else None, {"": unreadable, **{name: [] for name in sources}}
+    failures = {"": unreadable, **{name: [] for name in sources}}
+    return sources, from_stdin[0] if from_stdin else None, failures, no_data
 
 
 def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
     """The units of all sources. Raises ConfigError."""
     units = []
-    identity = {"tokenizer": tokenizer.identity, **vars(options)}
+    identity = {"tokenizer": tokenizer.identity, **options.facts()}
     for name, source in sources.items():
         source.arrange()
         units += divide(
@@ -139,7 +154,9 @@ def make_shards(units, finished, failures, flags, options):
     with progress_bar("tokenizing", sum(unit.num_bytes for unit in missing)) as bar:
         work = run_units(missing, flags.workers, flags.tokenizer, options, flags.output, flags.max_bad_fraction)
         for unit, event, value in work:
-            if event == "progress":
+            if event == "waiting":
+                bar.refresh()
+            elif event == "progress":
                 tokens += value[1]
                 rate = tokens / max(1e-9, time.monotonic() - start)
                 bar.set_postfix_str(f"{tokens:,} tokens, {rate:,.0f}/s", refresh=False)

@@ -22,7 +22,7 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
 from moh_lm.units import at_least, quantity, real
 
-MOST_PIECES = 1 << 30  # SentencePiece counts with 32 bits
+MOST_PIECES = 1 << 24  # with more, SentencePiece takes minutes to find that there are not so many
 
 
 def main(texts: list[str]) -> int:
@@ -64,6 +64,7 @@ def tokenize_flags(texts):
     cores = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=at_least(1), default=cores, help="processes (default: one per core)")
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
+    add("--bos", action="store_true", help="put the beginning-of-sequence token before each document")
     add("--no-shuffle", action="store_true", help="keep the documents in order instead of shuffling each shard")
     add(
         "--unit-size", metavar="BYTES", type=size, default="128M",

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from data_prep.documents import HARMLESS, Piece, documents
 from data_prep.inputs import source_patterns
+from data_prep.report import progress_bar
 from data_prep.units import Unit, plan_units
 from moh_lm.config import ConfigError, DataConfig, raise_any
 from moh_lm.data.mixture import data_problems
@@ -32,11 +33,13 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
     """The lines of the sample that the flags describe. Raises ConfigError, and InputError for an unreadable file."""
     sources = sampled_sources(flags)
     total = sum(weight for weight, _ in sources.values())
-    drawn, problems = {}, []
-    with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+    drawn, problems, planned = {}, [], {}
+    for name, (_, globs) in sources.items():
+        option = "--input " if flags.input else f"--source {name or 'NAME'}="
+        planned[name] = option, plan_units(option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
+    with progress_bar("sampling", flags.sample_bytes) as bar:
         for name, (weight, globs) in sources.items():
-            option = "--input " if flags.input else f"--source {name or 'NAME'}="
-            units = plan_units(option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
+            option, units = planned[name]
             drawn[name] = []
             for sentence in sample_sentences(units, flags.text_key, flags.sample_bytes * weight / total):
                 drawn[name].append(sentence)

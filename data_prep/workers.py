@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
+from data_prep.report import QUIET
 from data_prep.units import Unit
 from data_prep.writing import tokenize_unit
 from moh_lm.data.files import ShardError
@@ -32,11 +33,11 @@ def run_units(
     options: Options,
     output: str,
     max_bad_fraction: float | None = None,
-) -> Iterator[tuple[Unit, str, object]]:
+) -> Iterator[tuple[Unit | None, str, object]]:
     """Make the shards of ``units``, the largest first. Yields, as they happen, (unit, event, value):
 
     "progress", (bytes of input, tokens) since the last report; "done", the sidecar; "failed", the reason; "no room",
-    the reason, after which no further unit is begun.
+    the reason, after which no further unit is begun; "waiting", without a unit, if nothing happened for ten seconds.
     """
     context = multiprocessing.get_context("spawn")  # not fork: threads of libraries may hold locks
     waiting = deque(sorted(units, key=lambda unit: -unit.num_bytes))
@@ -56,7 +57,10 @@ def run_units(
                 busy[connection] = waiting.popleft()
                 with suppress(*PARENT_IS_GONE):  # a worker that just died: receiving will say so
                     connection.send(busy[connection])
-            for connection in wait(list(busy)):
+            ready = wait(list(busy), QUIET)
+            if not ready:
+                yield None, "waiting", None
+            for connection in ready:
                 unit = busy[connection]
                 try:
                     event, value = connection.recv()
@@ -82,7 +86,7 @@ def work(connection: Connection, tokenizer_path: str, options: Options, output: 
     """The life of a worker: units come in through ``connection``, events go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=die_with_the_parent, daemon=True).start()
-    tokenizer = Tokenizer(tokenizer_path)
+    tokenizer = Tokenizer(tokenizer_path, options.bos)
 
     def report(num_bytes, num_tokens):
         connection.send(("progress", (num_bytes, num_tokens)))

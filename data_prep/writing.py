@@ -17,7 +17,7 @@ import numpy as np
 
 from data_prep.containers import InputError
 from data_prep.documents import HARMLESS, Document, Piece, documents
-from data_prep.encoding import Options, Tokenizer
+from data_prep.encoding import SPACE_MARK, Options, Tokenizer
 from data_prep.units import Unit
 from moh_lm.data.files import beside, publish
 from moh_lm.data.shards import ShardWriter
@@ -34,6 +34,7 @@ class Account:
 
     documents: int = 0
     text_bytes: int = 0
+    altered: int = 0  # documents with U+2581, which the tokenizer takes for a space
     dropped: Counter = field(default_factory=Counter)
     rejects: list[dict] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # a sentence for each file with bad records and no document
@@ -101,9 +102,10 @@ def tokenize_unit(
             raise InputError(f"{problem}{more}; the first bad records are in {prefix}.rejects.jsonl")
         return shard.commit({
             "text_bytes": account.text_bytes,
+            **({"altered": account.altered} if account.altered else {}),
             "dropped": dict(sorted(account.dropped.items())),
             "tokenizer": tokenizer.description,
-            "options": vars(options),
+            "options": options.facts(),
             "inputs": [
                 {
                     "path": piece.origin,
@@ -132,6 +134,7 @@ def encoded(unit, tokenizer, options, account, report) -> Iterator[np.ndarray]:
                 else:
                     account.documents += 1
                     account.text_bytes += document.num_bytes
+                    account.altered += SPACE_MARK in document.text and tokenizer.takes_mark_for_space
                     unreported[0] += document.num_bytes
                     yield document.text
                 if max(unreported[:2]) >= REPORT:

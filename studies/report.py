@@ -185,7 +185,6 @@ def summary(sizes, factors):
     """Of each form and size, the difference to dense and the multiplier in tokens."""
     rows = []
     for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
-        run = next(run for variants in sizes.values() for run in variants.get(name, {}).values())
         rows.append([name])
         for size, variants in sizes.items():
             rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))

@@ -76,9 +76,10 @@ def write_texts(directory):
     for folder in ("dolma", "mine"):
         (directory / folder).mkdir()
         (directory / folder / "0.json.gz").write_bytes(gzip.compress("".join(lines[40:]).encode()))
-    (directory / "tasks").mkdir()
     for name, rows in made_rows().items():
-        (directory / "tasks" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = directory / "tasks" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open(directory / "tokenizer.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(" ".join(texts).split("\n")), model_writer=file, vocab_size=512, byte_fallback=True,

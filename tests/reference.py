@@ -45,6 +45,7 @@ class Route(NamedTuple):
 
 
 def softmax(scores):
+    scores = np.asarray(scores)
     powers = np.exp(scores - max(np.real(scores), default=0))
     return powers / powers.sum()
 

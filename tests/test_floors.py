@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # The rooms, from the ground up; those of one line do not know each other.
 FLOORS = """
-    config units
+    parsing units
+    config
     parallel kernels
     model
     extras inference

@@ -69,7 +69,7 @@ def test_every_reader_takes_them_for_damage(reader, text, tmp_path):
 
 def test_no_other_module_parses_what_others_wrote():
     """json.loads is for what the module itself has just written."""
-    own = {"moh_lm/parsing.py", "moh_lm/kernels/choose.py"}
+    own = {"moh_lm/parsing.py", "moh_lm/kernels/measured.py"}
     folders = (path for folder in ("moh_lm", "data_prep", "tools") for path in (ROOT / folder).rglob("*.py"))
     found = {str(Path(path).relative_to(ROOT)) for path in folders if re.search(r"json\.loads?\b", path.read_text())}
     assert found == own

@@ -1,7 +1,6 @@
 """What is refused before a run begins, by whom and how it is said."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from moh_lm import pretrain
@@ -234,32 +233,3 @@ def test_limits_of_own_keys_ask_the_layers_that_have_them():
     ):
         problems = config_problems(parse(*given.split()), world_size=1)
         assert not [problem for problem in problems if "--routed-keys" in problem]
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ("", None),
-        ("--routed-keys all", "is for --routed-keys selected"),
-        ("--window 100", "does not know --window"),
-        ("--precision fp32", "computes in bf16 only"),
-        ("--compile", "--compile: does not know --attention-backend varlen"),
-        ("--head-dim 36", "takes heads of multiples of 8 features up to 256, not of 36"),
-        ("--head-dim 264", "takes heads of multiples of 8 features up to 256, not of 264"),
-        ("--head-dim 256", None),
-    ],
-)
-def test_limits_of_packed_sequences(flags, problem, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    config = parse(*"--attention-backend varlen --routed-keys selected --reset-at-documents".split(), *flags.split())
-    found = [text for text in config_problems(config, 1) if "varlen" in text]
-    assert ([problem in text for text in found] == [True]) if problem else not found, found
-
-
-def test_packed_sequences_need_a_gpu_that_has_their_kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    config = parse(*"--attention-backend varlen --routed-keys selected".split())
-    (problem,) = (text for text in config_problems(config, 1) if "varlen" in text)
-    assert "needs compute capability 8.0, and this GPU has 7.5; choose auto or dense" in problem

@@ -26,11 +26,14 @@ from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json, write_json
 
-REMOTE_CODE = Path(__file__).resolve().parent / "hf" / "remote_code"
 ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage".split()
-VIT = "image_size hidden_sizes depths num_attention_heads mlp_ratios sr_ratios".split()
-DIT = "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads".split()
-DIT += ["head_dim", "mlp_ratio", "class_dropout"]
+OF_VIT = "image_size hidden_sizes depths num_attention_heads mlp_ratios sr_ratios".split()
+OF_DIT = "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads".split()
+OF_DIT += ["head_dim", "mlp_ratio", "class_dropout"]
+AUTO_MAP = {
+    "AutoConfig": "modeling_moh_vit.MoHViTConfig",
+    "AutoModelForImageClassification": "modeling_moh_vit.MoHViTForImageClassification",
+}
 TOLERANCE = 1e-7  # relative to the largest output where that is above 1
 CARDS = {
     True: ("MoH-ViT", "transformers", "image-classification", "AutoModelForImageClassification"),
@@ -113,16 +116,17 @@ def write_classifier(config, model, names, directory):
     import torch
 
     from moh_lm.vision.augment import DEVIATION, MEAN
-    from tools.hf.remote_code.modeling_moh_vit import MoHViTConfig, MoHViTForImageClassification
+    from tools.hf.convert.shipped_code import VIT, import_code, write_code
 
-    MoHViTConfig.register_for_auto_class()
-    MoHViTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+    write_code(VIT, directory)
+    code = import_code(directory, "modeling_moh_vit")
     numbers = {"num_channels": config.in_channels, "num_labels": config.num_classes}
     if names:
         numbers |= {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
-    copy = MoHViTForImageClassification(MoHViTConfig(**settings(config, VIT), **numbers))
+    described = code.MoHViTConfig(**settings(config, OF_VIT), **numbers, auto_map=AUTO_MAP)
+    copy = code.MoHViTForImageClassification(described)
     copy.load_state_dict(model.state_dict())
-    copy.save_pretrained(directory)  # and the code
+    copy.save_pretrained(directory)
     size, channels = config.image_size, config.in_channels
     write_json(directory / "preprocessor_config.json", {
         "image_processor_type": "BitImageProcessor", "do_convert_rgb": channels == 3, "resample": 3,  # bicubic
@@ -130,7 +134,7 @@ def write_classifier(config, model, names, directory):
         "image_mean": MEAN[channels], "image_std": DEVIATION[channels],
     })  # fmt: skip
     images = torch.randn(2, channels, size, size)
-    copy = MoHViTForImageClassification.from_pretrained(directory).double()
+    copy = code.MoHViTForImageClassification.from_pretrained(directory).double()
     return compare(model.double()(images), copy(images).logits)
 
 
@@ -139,15 +143,16 @@ def write_pipeline(config, model, vae, directory):
     import torch
     from diffusers import DDPMScheduler
 
-    from tools.hf.remote_code.modeling_moh_dit import MoHDiTModel
+    from tools.hf.convert.shipped_code import DIT, PIPELINE, import_code, write_code
 
     steps = config.diffusion_steps
-    copy = MoHDiTModel(**settings(config, DIT))
+    (directory / "transformer").mkdir()
+    write_code(DIT, directory / "transformer")
+    write_code(PIPELINE, directory)
+    MoHDiTModel = import_code(directory / "transformer", "modeling_moh_dit").MoHDiTModel
+    copy = MoHDiTModel(**settings(config, OF_DIT))
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(directory / "transformer")
-    for name in ("modeling_moh_dit.py", "moh_router.py"):
-        shutil.copyfile(REMOTE_CODE / name, directory / "transformer" / name)
-    shutil.copyfile(REMOTE_CODE / "pipeline_moh_dit.py", directory / "pipeline_moh_dit.py")
     DDPMScheduler(
         steps, beta_start=0.1 / steps, beta_end=20 / steps, variance_type="learned_range", clip_sample=False,
         timestep_spacing="linspace",

@@ -122,9 +122,9 @@ class FragmentReader:
                 self.zero |= set(parse_json(file.metadata().get("zero", "[]")))
                 addresses = parse_json(file.metadata()["fragments"])
                 for key in file.keys():  # noqa: SIM118
-                    elements, length = file.get_slice(key).get_shape(), addresses[key.partition("/")[2]]["length"]
-                    if elements != [length]:
-                        raise ValueError(f"{key} has {elements} elements, and its range {length}")
+                    elements, address = file.get_slice(key).get_shape(), addresses.get(key.partition("/")[2])
+                    if address and elements != [address["length"]]:
+                        raise ValueError(f"{key} has {elements} elements, and its range {address['length']}")
                 for name, address in addresses.items():
                     shape = tuple(address["whole_shape"])
                     if self.shapes.setdefault(name, shape) != shape:

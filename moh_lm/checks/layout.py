@@ -85,8 +85,8 @@ def context_problems(model, tp, cp):
         heads, leading = model.of_layer(layer).num_attention_heads, model.always_on_heads(layer)
         if heads % (tp * cp) or leading % (tp * cp):
             found.append(
-                f"{given}: must divide the {leading} heads always on and the {heads - leading} others; choose a "
-                f"divisor of {math.gcd(heads, leading)}, or other --num-shared-heads"
+                f"{given}: must divide the {leading} heads that are always active and the {heads - leading} "
+                f"others; choose a divisor of {math.gcd(heads, leading)}, or other --num-shared-heads"
             )
     return list(dict.fromkeys(found))
 
@@ -113,5 +113,5 @@ def tensor_problems(model, tp):
                 f"--num-attention-heads {heads}"
             )
         elif leading % step:
-            found.append(f"{leading} heads always on: every rank must hold as many{whole_groups}")
+            found.append(f"{leading} heads that are always active: every rank must hold equally many{whole_groups}")
     return list(dict.fromkeys(found))

@@ -13,7 +13,7 @@ from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import assumptions, step_seconds
 from moh_lm.kernels.measured import machine, measurement
-from moh_lm.units import by_layer, gibibytes, short, time_left, words, wrapped
+from moh_lm.units import by_layer, gibibytes, listing, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
 
@@ -214,6 +214,11 @@ def describe_data(config, dataset):
             f"{row['epochs']:>8.3f}  {row['validation_windows']:>8,}"
         )
     yield from (f"  {note}" for note in dataset.notes)
+    asked = config.run.eval_samples
+    few = [f"{row['name']} {row['validation_windows']}" for row in rows if 0 < row["validation_windows"] < asked]
+    if few:
+        remedy = "a larger --validation-fraction holds out more"
+        yield f"  fewer sequences are held out than --eval-samples {asked}: {listing(few)}; {remedy}"
 
 
 def describe_memory(config, world_size):

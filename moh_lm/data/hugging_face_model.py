@@ -1,19 +1,34 @@
 """A tokenizer of Hugging Face: ``tokenizer.json``, which the package tokenizers reads, and ``tokenizer_config.json``.
 
 Ids are those of transformers with ``add_special_tokens=False`` and ``split_special_tokens=True``: nothing is added, and
-a special token that is spelled out in a text stays text. Documents end with the ``eos_token`` of tokenizer_config.json.
+a control token that is spelled out in a text stays text, even if ``tokenizer.json`` does not call it special. BPE
+dropout, which gives a text other tokens each time, is switched off.
+
+A document ends with the token that the model was pretrained with: the ``eos_token``. Beside the ``config.json`` of a
+model that may be the end of a turn in its chats. Then it is another token that ends a text of that model, and data
+directories name it as ``document_end`` in their ``tokenizer_config.json``.
 """
 
-import json
+import re
 from pathlib import Path
 
 import numpy as np
 
 from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json
+
+DOCUMENT_END = "document_end"
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")  # usual ends of a text in pretraining
+CONTROL = re.compile(r"<[|｜].+[|｜]>|<(/?s|bos|eos|pad|unk|mask)>|\[(CLS|SEP|PAD|UNK|MASK)\]")
+IN_BRACKETS = re.compile(r"<\S+>|\[\S+\]")  # a control token if the chat template has it
 
 
 class HuggingFaceModel:
-    """The tokenizer of a directory, with the methods of SentencePieceProcessor that encoding needs."""
+    """The tokenizer of a directory, with the methods of SentencePieceProcessor that encoding needs.
+
+    eos_token: the text, or None; documents may end otherwise. begins: whether transformers puts the beginning-of-
+    sequence token before a text. dropout: what was switched off, or None.
+    """
 
     def __init__(self, directory: str | Path):
         try:
@@ -23,27 +38,56 @@ class HuggingFaceModel:
             raise ConfigError([f"--tokenizer {directory}: {remedy}"]) from error
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(directory, "tokenizer.json")))
-            eos = json.loads(Path(directory, "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+            config = read_json(Path(directory, "tokenizer_config.json"))
+            more = optional_json(Path(directory, "special_tokens_map.json"))
+            model, template = self.tokenizer.model, chat_template(directory, config)
+            self.dropout = getattr(model, "dropout", None)
+            if self.dropout:
+                model.dropout = None
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            added = self.tokenizer.encode("").tokens
+            for token in self.tokenizer.get_added_tokens_decoder().values():
+                if is_control(token.content, named_tokens(config) | named_tokens(more) | {*added}, template):
+                    token.special = True
+                    self.tokenizer.add_special_tokens([token])
+            self.eos_token, begin = (text_of(config.get(name)) for name in ("eos_token", "bos_token"))
+            self.eos, self.bos = self.number(self.document_end(directory, config, template)), self.number(begin)
         except Exception as error:  # tokenizers raises no other class
             raise ConfigError([f"--tokenizer {directory}: not a tokenizer of Hugging Face ({error})"]) from error
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self.begins = begin is not None and begin in added
         self.tokenizer.encode_special_tokens = True
         self.engine = f"tokenizers {tokenizers.__version__}"
-        eos = eos.get("content") if isinstance(eos, dict) else eos
-        found = self.tokenizer.token_to_id(eos) if eos else None
-        self.eos = -1 if found is None else found
-        if self.eos in self.encode(f"a {eos} b{eos}"):
+        end = self.id_to_piece(self.eos)
+        if self.eos in self.encode(f"a {end} b{end}"):
             raise ConfigError([
-                f"--tokenizer {directory}: a text that spells {eos} would end there, since its letters make up the "
+                f"--tokenizer {directory}: a text that spells {end} would end there, since its letters make up the "
                 "end-of-sequence token; give another tokenizer"
             ])
+
+    def document_end(self, directory, config, template) -> str | None:
+        named = config.get(DOCUMENT_END, self.eos_token)
+        ids = ends_of_model(directory)
+        if DOCUMENT_END in config or not ids or (named and named not in template):
+            return named
+        others = [*map(self.id_to_piece, ids), *ENDS]
+        return next((end for end in others if self.number(end) >= 0 and end not in template), named)
+
+    def number(self, token: str | None) -> int:
+        found = self.tokenizer.token_to_id(token) if token else None
+        return -1 if found is None else found
+
+    def id_to_piece(self, index: int) -> str | None:
+        return self.tokenizer.id_to_token(index) if index >= 0 else None
 
     def vocab_size(self) -> int:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def eos_id(self) -> int:
         return self.eos
+
+    def bos_id(self) -> int:
+        return self.bos
 
     def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
         """The ids of ``text``, uint32 [tokens]."""
@@ -52,3 +96,47 @@ class HuggingFaceModel:
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, special tokens left out."""
         return self.tokenizer.decode(ids)
+
+
+def is_control(token: str, named: set[str], template: str) -> bool:
+    """Whether an added token is for control: it is ``named`` so, looks so, or a chat template has it in brackets."""
+    in_template = IN_BRACKETS.fullmatch(token) and token in template
+    return token in named or bool(CONTROL.fullmatch(token) or in_template)
+
+
+def named_tokens(config: dict) -> set[str | None]:
+    """The special tokens that tokenizer_config.json or special_tokens_map.json names."""
+    found = [value for key, value in config.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key) or []
+        found += more.values() if isinstance(more, dict) else more
+    decoder = (config.get("added_tokens_decoder") or {}).values()
+    found += [token for token in decoder if isinstance(token, dict) and token.get("special")]
+    return {text_of(token) for token in found}
+
+
+def text_of(token: object) -> str | None:
+    """The text of a token as a configuration has it: a string, or an object with its ``content``."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def chat_template(directory: str | Path, config: dict) -> str:
+    path = Path(directory, "chat_template.jinja")
+    return str(config.get("chat_template", "")) + (path.read_text(encoding="utf-8") if path.is_file() else "")
+
+
+def optional_json(path: Path) -> dict:
+    return read_json(path) if path.is_file() else {}
+
+
+def ends_of_model(directory: str | Path) -> list[int]:
+    """The ids that end a text of the model in a directory, each once; none if no model is there. Raises ConfigError."""
+    found = []
+    for path in (Path(directory, name) for name in ("config.json", "generation_config.json")):
+        try:
+            value = optional_json(path).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError([f"{path}: cannot be read ({error}); fix it, or copy the tokenizer elsewhere"]) from error
+        found += value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(index for index in found if isinstance(index, int)))

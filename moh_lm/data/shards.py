@@ -25,6 +25,7 @@ import numpy as np
 
 from moh_lm.data import files
 from moh_lm.data.files import ShardError
+from moh_lm.data.hugging_face_model import DOCUMENT_END
 from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard
 
@@ -187,10 +188,11 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 
 def check_end(path: Path, recorded: int | None):
-    """Raise ShardError unless tokenizer_config.json beside the tokenizer.json at ``path`` names ``recorded`` as EOS."""
+    """Raise ShardError unless tokenizer_config.json beside the tokenizer.json at ``path`` ends documents so."""
     config = path.with_name(TOKENIZER_FILES[2])
     try:
-        pieces, end = files.read_json(path), files.read_json(config).get("eos_token")
+        pieces, settings = files.read_json(path), files.read_json(config)
+        end = settings.get(DOCUMENT_END, settings.get("eos_token"))
         end = end["content"] if isinstance(end, dict) else end
         ids = pieces["model"]["vocab"]
         ids = dict(ids) if isinstance(ids, dict) else {piece: index for index, (piece, _) in enumerate(ids)}

@@ -23,7 +23,8 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-NUM_ORDINARY, NUM_SPECIAL, END_OF_TEXT = 128_000, 256, 1  # of the special tokens, the second
+NUM_ORDINARY, NUM_SPECIAL = 128_000, 256
+SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")  # the first special tokens
 FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 LONG_RUN = re.compile(r"\s{25000}")  # as long as LLaMA-3's own code lets a run of white space be
 
@@ -68,7 +69,7 @@ class TiktokenModel:
         except ImportError as error:
             raise ConfigError([f"--tokenizer {path}: needs the package tiktoken; pip install tiktoken"]) from error
         self.ranks, special = read_ranks(path)
-        self.eos = special + END_OF_TEXT
+        self.special = special
         self.size = max(special + NUM_SPECIAL, max(self.ranks.values()) + 1)
         self.engine = f"tiktoken {tiktoken.__version__}"
         self.tokens = set(self.ranks.values())
@@ -78,7 +79,14 @@ class TiktokenModel:
         return self.size
 
     def eos_id(self) -> int:
-        return self.eos
+        return self.special + 1
+
+    def bos_id(self) -> int:
+        return self.special
+
+    def id_to_piece(self, index: int) -> str:
+        """The text of the beginning or the end of a document."""
+        return SPECIAL[index - self.special]
 
     def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
         """The ids of ``text``, uint32 [tokens]."""

@@ -1,6 +1,6 @@
 """The tokenizer beside the shards: a SentencePiece model, LLaMA-3's vocabulary, or a tokenizer of Hugging Face.
 
-All three have the methods of SentencePieceProcessor: encode, decode, eos_id and vocab_size.
+All three have the methods of SentencePieceProcessor: encode, decode, eos_id, bos_id, id_to_piece and vocab_size.
 """
 
 import os

@@ -21,8 +21,8 @@ n_s shared experts and E routed ones, K of which are selected:
                    of the softmax of the scores (the straight-through estimator, Eq. 10)
 
 A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
-moh_lm/config/heads.py, and give it its formula in float64 in tests/model/test_router.py. An exported model computes it
-in tools/hf/remote_code/moh_router.py.
+moh_lm/config/heads.py, and give it its formula in float64 in tests/model/test_router.py. Exports carry a copy of this
+file as moh_gates.py, so it imports nothing but torch and the standard library.
 
 Shapes: a dot stands for tokens, [s, b] or a slice of them.
 """
@@ -33,15 +33,17 @@ import torch.nn.functional as F
 
 
 class Paper:
-    """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
+    """Eq. 5-6 to the letter, and what the other forms change. layer: its numbers of experts, see ``RoutedLayer`` of
+    moh_lm.config.
 
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
     ``has_types``: whether a second stage weighs shared experts against routed ones (Eq. 6).
+    ``by_sign``: a token selects the routed experts with scores above 0, however many, and not the K largest.
     ``balance_factor``: multiplies L_b of Eq. 7.
     ``first_score``: of a selected expert, on average, by the first weights.
     """
 
-    reads_queries, has_types = False, True
+    reads_queries, has_types, by_sign = False, True, False
     first_score = 0.0
     type_scale = 1
 
@@ -119,6 +121,7 @@ class Sigmoid(Paper):
 
 
 class Relu(Sigmoid):
+    by_sign = True
     first_score = 1.0
 
     def __init__(self, layer, two_stage):

@@ -12,7 +12,8 @@
               cos and sin are multiplied by 0.1 ln(factor) + 1, and so the scores by its square
 
 With --rotary-fraction the first features of a head turn, as if they were all of it (e above), and the others stay. In
-layers whose --position is another than rotary, none turns.
+layers whose --position is another than rotary, none turns. Exports carry a copy of this file as moh_rotary.py, so it
+imports nothing but torch and the standard library.
 
 Shapes: s sequence, b batch, e head dimension.
 """

@@ -231,7 +231,7 @@ class HeadRouter(Gates):
 
     def select(self, ranking, replay):
         """1 for the experts that a token selects, else 0: [s/tp, b, E]."""
-        if self.layer.by_sign:
+        if self.form.by_sign:
             selection = (ranking > 0).to(ranking)
         else:
             selection = select(ranking, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)

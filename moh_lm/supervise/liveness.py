@@ -38,11 +38,11 @@ class LivenessCheck:
         with contextlib.suppress(RuntimeError):  # the store is gone
             for number in count(1):
                 self.waiting.store.wait([f"{self.rank}/{number}"], NEVER)
-                call = self.waiting.read(f"{self.rank}/{number}")
-                if call == "":
+                while (call := self.waiting.read(f"{self.rank}/{number}")) is None:  # a stranger wrote it first
+                    time.sleep(0.1)
+                if not call:
                     return
-                if call:  # and not by a stranger
-                    self.waiting.set(f"{call}/{self.rank}", "here")
+                self.waiting.set(f"{call}/{self.rank}", "here")
 
     def unresponsive(self, seconds):
         """A text that names the ranks that give no answer within ``seconds``; "" if all do, or it cannot be known."""

@@ -33,7 +33,7 @@ def rendezvous_store():
     place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     meeting = open_store(RENDEZVOUS_TIMEOUT_S)
-    store, here = meeting.store, f"{socket.gethostname()}, process {os.getpid()}"
+    store, here = meeting.store, f"{socket.gethostname()}, start {os.urandom(8).hex()}"
     if meeting.set_if_absent(f"rank {rank}", here) != here and "TORCHELASTIC_RUN_ID" not in os.environ:  # it restarts
         raise RendezvousError([f"{place}: the ranks of another run meet there; {PORT_REMEDY}"])
     store.add("ranks", 1)

@@ -56,6 +56,14 @@ def test_a_dry_run_is_a_page_that_begins_with_warnings(dry_run, tmp_path):
     assert "  head_selection mixture, num_shared_heads layers 0-3: 4," in lines  # the resolved configuration
 
 
+def test_fewer_held_out_sequences_than_asked_for_are_said(dry_run):
+    page = " ".join(dry_run(*PLAN)[1].split())
+    said = re.search(r"fewer sequences are held out than --eval-samples 128: even (\d+), odd (\d+); a larger", page)
+    assert all(0 < int(number) < 128 for number in said.groups())
+    assert "fewer sequences" not in dry_run(*PLAN, "--eval-samples", "1")[1]
+    assert "fewer sequences" not in dry_run(*PLAN, "--validation-fraction", "0")[1]
+
+
 def test_heads_by_layer_and_widths_of_heads_are_told_as_such(dry_run):
     code, page = dry_run(*PLAN, *"--num-attention-heads 8 4 8 4 --num-shared-heads 4 2 4 2 --head-dim 8".split())
     assert code == 0 and "layers 0: 8, 1: 4, 2: 8, 3: 4 heads x 8" in " ".join(page.split())

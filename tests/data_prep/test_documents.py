@@ -56,17 +56,17 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_json_lines_are_read_in_full_from_any_container_under_any_name(name, tmp_path):
+def test_json_lines_are_read_from_any_container_under_any_name(name, tmp_path):
     texts, dropped = read(write(tmp_path / name, CONTAINERS[name]))
     assert texts == TEXTS
     assert sum(count for reason, count in dropped.items() if reason != "blank line") == 0
 
 
-def test_two_lines_with_carriage_returns_and_newlines_are_json_lines(tmp_path):
+def test_lines_with_carriage_returns_and_newlines_are_json_lines(tmp_path):
     assert read(write(tmp_path / "x.jsonl", b'{"text": "a"}\r\n{"text": "b"}')) == (["a", "b"], {})
 
 
-def test_zstandard_frames_with_a_window_of_two_gibibytes_are_read(tmp_path):
+def test_frames_with_a_window_of_two_gibibytes_are_read(tmp_path):
     parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)
     frames = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     data = frames.compress(LINES) + frames.flush()
@@ -141,7 +141,7 @@ GOOD_LINES = {  # line -> text
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
-def test_a_bad_line_costs_no_other_document_and_is_counted_by_its_reason(pack, tmp_path):
+def test_a_bad_line_costs_no_other_and_is_counted_by_reason(pack, tmp_path):
     generator = random.Random(0)
     lines = [b'{"text": "0"}', *BAD_LINES, *GOOD_LINES]
     generator.shuffle(lines)
@@ -188,7 +188,7 @@ def test_a_line_beyond_the_limit_is_not_held_in_memory(tmp_path, monkeypatch):
         tracemalloc.stop()
 
 
-def test_a_name_of_json_lines_in_capitals_makes_a_bad_first_line_one_bad_line(tmp_path):
+def test_a_name_in_capitals_makes_a_bad_first_line_one_bad_line(tmp_path):
     write(tmp_path / "A.JSONL", b'nothing\n{"text": "a"}\n{"text": "b"}\n')
     assert read(tmp_path / "A.JSONL") == (["a", "b"], {"broken JSON": 1})
 
@@ -250,7 +250,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_container_that_is_cut_off_or_not_what_it_claims_is_an_error_that_names_it(name, tmp_path):
+def test_a_damaged_or_mistaken_container_is_an_error_by_name(name, tmp_path):
     data, words = DAMAGED[name]
     path = tmp_path / name
     if name == "cut.parquet":
@@ -262,13 +262,13 @@ def test_a_container_that_is_cut_off_or_not_what_it_claims_is_an_error_that_name
     assert str(path) in str(error.value)
 
 
-def test_texts_may_look_like_pages_and_arrays_if_their_names_promise_nothing_else(tmp_path):
+def test_texts_may_look_like_pages_if_their_names_allow_it(tmp_path):
     for name, text in {"page.html": "<html>x</html>", "notes.txt": "[\n{", "x.xml.gz": "<?xml version='1.0'?>"}.items():
         data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
         assert read(write(tmp_path / name, data)) == ([text], {})
 
 
-def test_a_file_that_grows_or_shrinks_after_it_was_inspected_is_an_error(tmp_path):
+def test_a_file_that_grows_or_shrinks_is_an_error(tmp_path):
     path = write(tmp_path / "x.jsonl", LINES)
     piece = inspect_file(str(path), path.name)
     for data in (LINES + LINES, LINES[:-10]):
@@ -283,7 +283,7 @@ def test_a_file_that_grows_or_shrinks_after_it_was_inspected_is_an_error(tmp_pat
                 path.write_bytes(LINES + LINES)
 
 
-def test_a_file_that_is_written_to_while_it_is_read_and_keeps_its_size_is_an_error(tmp_path):
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
     path = write(tmp_path / "x.jsonl", LINES)
     with pytest.raises(InputError, match="was written to in between"):
         for _ in documents(inspect_file(str(path), path.name), "text"):

@@ -1,12 +1,7 @@
 """Encoding: the ids of plain SentencePiece, and of tiktoken, for every model and every text."""
 
-import hashlib
 import io
-import json
 import random
-import shutil
-import sys
-from contextlib import redirect_stdout
 from itertools import pairwise
 
 import numpy as np
@@ -16,21 +11,15 @@ from sentencepiece import sentencepiece_model_pb2
 
 from data_prep import segment_cache
 from data_prep.encoding import BATCH, CHECKED, Tokenizer
-from data_prep.output import check_model_file
-from moh_lm.config import ConfigError, DataConfig
-from moh_lm.data.dataset import Dataset
+from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.data.tiktoken_model import TiktokenModel, is_tiktoken
 from tests.tokenizing import (
     TEXTS,
-    hugging_face_tokenizer,
-    json_lines,
     llama_3_vocabulary,
     shards,
     tokenize,
-    train_model,
 )
-from tools import inspect_data
 
 LLAMA = {
     "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "split_digits": True,
@@ -109,7 +98,7 @@ def differing(tokenizer, texts):
 # --- SentencePiece ---
 
 
-def test_ids_are_those_of_plain_sentencepiece_for_every_model_and_text(tokenizer):
+def test_ids_are_those_of_plain_sentencepiece(tokenizer):
     texts = list(nasty_texts())
     assert differing(tokenizer, texts) == []
     assert differing(tokenizer, texts) == []  # now that the segments are known
@@ -138,7 +127,7 @@ def llama(tmp_path_factory):
     return path
 
 
-def test_ids_are_int32_and_end_with_the_only_end_of_sequence_id_also_if_the_text_spells_it(llama):
+def test_ids_are_int32_and_end_with_the_only_eos(llama):
     tokenizer = Tokenizer(str(llama))
     for text in ["</s>", "a</s>b</s>", "", "<0xFF>"]:
         ids = tokenizer.encode(text)
@@ -170,7 +159,7 @@ def test_a_cache_that_goes_wrong_is_found_by_the_running_check(llama):
 @pytest.mark.parametrize(
     "rule", ["unigram", "NFKC", "extra spaces removed", "spaces as suffixes", "a symbol with a plain space"]
 )
-def test_a_model_with_a_rule_that_looks_further_than_a_segment_is_known_by_the_rule(rule):
+def test_a_rule_that_looks_further_than_a_segment_is_known(rule):
     proto = sentencepiece_model_pb2.ModelProto.FromString(train(**WHOLE[rule]))
     assert segment_cache.joined_bytes(proto) is None
     unused = sentencepiece_model_pb2.ModelProto.FromString(train())
@@ -197,7 +186,7 @@ def small_ranks():
     return ranks
 
 
-def test_ids_of_a_vocabulary_in_llama_3s_format_are_those_of_tiktoken(tmp_path):
+def test_ids_of_llama_3s_format_are_those_of_tiktoken(tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken.load import load_tiktoken_bpe
 
@@ -221,7 +210,7 @@ def test_ids_of_a_vocabulary_in_llama_3s_format_are_those_of_tiktoken(tmp_path):
     assert reference.decode(spaces[:-1].tolist()) == "a" + " " * 1_000_000 + "b"
 
 
-def test_tokens_added_to_llama_3s_vocabulary_come_after_its_special_tokens(tmp_path):
+def test_tokens_added_to_llama_3_come_after_special_tokens(tmp_path):
     pytest.importorskip("tiktoken")
     path = llama_3_vocabulary(tmp_path / "m", small_ranks(), [b"fox?!", b" fox"])
     tokenizer = Tokenizer(str(path))
@@ -255,98 +244,3 @@ def test_a_vocabulary_that_is_damaged_or_not_llama_3s_is_refused(change, words, 
     assert is_tiktoken(tmp_path / "m")
     with pytest.raises(ConfigError, match=words.replace("line 0", f"line {len(lines) + 1}")):
         TiktokenModel(tmp_path / "m")
-
-
-# --- Hugging Face ---
-
-
-@pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_a_tokenizer_of_hugging_face_gives_the_ids_of_transformers_and_no_text_spells_a_special_token(kind, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    directory = hugging_face_tokenizer(tmp_path / "hf", kind)
-    ours, theirs = Tokenizer(str(directory)), transformers.AutoTokenizer.from_pretrained(directory)
-    for text in [*nasty_texts(), *PARTS, *TEXTS, ""]:
-        expected = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        assert ours.encode(text).tolist() == [*expected, 2]
-        assert 2 not in expected and 1 not in expected
-
-
-def test_a_data_directory_keeps_the_tokenizer_of_hugging_face_that_made_it(tmp_path):
-    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
-    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
-    tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.jsonl", no_shuffle=True)
-    (shard,) = shards(tmp_path / "out", "a")
-    recorded = shard.sidecar["tokenizer"]
-    assert recorded["sha256"] == hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
-    assert (recorded["vocab_size"], recorded["eos_id"]) == (300, 2)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (directory / name).read_bytes()
-    data = DataConfig(str(tmp_path / "out"), (), 0.0)
-    dataset = Dataset.open(data, seq_length=16, seed=7, vocab_size=300)
-    assert dataset.tokenizer_path == tmp_path / "out/tokenizer.json"
-    with redirect_stdout(io.StringIO()) as stdout:
-        assert inspect_data.main([str(tmp_path / "out"), "--json", "--document", *(f"a:{n}" for n in range(7))]) == 0
-    assert [document["text"] for document in json.loads(stdout.getvalue())["documents"]] == TEXTS
-    config = directory / "tokenizer_config.json"
-    config.write_text(config.read_text().replace("</s>", "<s>"))
-    _, stderr = tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.jsonl", no_shuffle=True, code=2)
-    assert "was made with another tokenizer" in stderr
-    tokenize(tmp_path / "out", tmp_path / "again", f"a={tmp_path}/a.jsonl", no_shuffle=True)
-    assert shards(tmp_path / "again", "a")[0].sidecar["bin"] == shard.sidecar["bin"]
-
-
-def test_a_directory_stands_for_its_tokenizer_model_and_keeps_no_other_tokenizer_than_that_of_its_shards(tmp_path):
-    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
-    train_model(directory)
-    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
-    cases = [
-        (directory, {"tokenizer.model"}),
-        (directory / "tokenizer.json", {"tokenizer.json", "tokenizer_config.json"}),
-    ]
-    for given, names in cases:
-        tokenize(given, tmp_path / "out", f"a={tmp_path}/a.jsonl")
-        assert {path.name for path in (tmp_path / "out").glob("tokenizer*")} == names
-        shutil.rmtree(tmp_path / "out/a")
-
-
-def test_files_of_another_tokenizer_are_not_replaced_where_there_are_no_shards(tmp_path, capsys):
-    directory, model = hugging_face_tokenizer(tmp_path / "hf", "bytes"), train_model(tmp_path)
-    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
-    before = {path: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(AssertionError, match="hf: has tokenizer.json, of another tokenizer"):
-        tokenize(model, directory, f"a={tmp_path}/a.jsonl")
-    assert {path: path.read_bytes() for path in directory.iterdir()} == before
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
-    with pytest.raises(ConfigError, match="out/tokenizer.model: is the tokenizer of the shards in its directory"):
-        check_model_file(tmp_path / "out/tokenizer.model")
-
-
-def test_what_is_no_usable_tokenizer_of_hugging_face_is_refused(tmp_path, monkeypatch):
-    config = hugging_face_tokenizer(tmp_path / "hf", "bytes") / "tokenizer_config.json"
-    model = tmp_path / "hf/tokenizer.json"
-    unigram = (hugging_face_tokenizer(tmp_path / "unigram", "unigram") / "tokenizer.json").read_text()
-    plain = json.loads(model.read_text())
-    plain["added_tokens"][2]["special"] = False
-    mistakes = [
-        (config, "{}", "no end-of-sequence"),
-        (config, '{"eos_token": "<other>"}', "no end-of-sequence"),
-        (config, "{", "not a tokenizer of Hugging Face"),
-        (model, "{}", "not a tokenizer of Hugging Face"),
-        (model, json.dumps(plain), "would end there"),
-        (model, unigram, "would end there"),
-    ]
-    for path, text, words in mistakes:
-        before = path.read_text()
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=words):
-            Tokenizer(str(tmp_path / "hf"))
-        path.write_text(before)
-    (tmp_path / "hf/other.json").write_text(unigram)
-    with pytest.raises(ConfigError, match="other.json: the files of a tokenizer of Hugging Face are named tokenizer"):
-        Tokenizer(str(tmp_path / "hf/other.json"))
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="pip install tokenizers"):
-        Tokenizer(str(tmp_path / "hf"))
-    config.unlink()
-    with pytest.raises(ConfigError, match="no such file as .*tokenizer_config.json"):
-        Tokenizer(str(tmp_path / "hf"))

@@ -112,7 +112,7 @@ def write_table(path, columns):
 
 def sources_below(directory, only=(), text_key="text"):
     """Source -> sorted names of its files."""
-    sources, unreadable, _ = recognized_sources([str(directory)], text_key, set(), list(only))
+    sources, unreadable, *_ = recognized_sources([str(directory)], text_key, set(), list(only))
     assert not unreadable
     return {source: sorted(piece.name for piece in pieces) for source, pieces in sources.items()}
 
@@ -198,14 +198,14 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", mixed_files())
-def test_a_file_that_mixes_sets_gives_each_document_to_its_own_source_once(name, tmp_path):
+def test_a_file_that_mixes_sets_gives_each_source_its_documents(name, tmp_path):
     content, expected = mixed_files()[name]
     texts = [f"{number} of {source}" for number, source in enumerate(expected)]
     if isinstance(content, dict):
         write_table(tmp_path / name, {"text": texts, **content})
     else:
         write(tmp_path / name, *({"text": text, **record} for text, record in zip(texts, content, strict=True)))
-    sources, _, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    sources, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
     assert sorted(sources) == sorted(set(expected))
     for source, (piece,) in sources.items():
         found = list(documents(piece, "text"))
@@ -214,7 +214,7 @@ def test_a_file_that_mixes_sets_gives_each_document_to_its_own_source_once(name,
         assert dropped == ["of another set"] * (len(texts) - expected.count(source))
 
 
-def test_what_no_source_of_a_mixed_file_can_claim_counts_in_each_of_them(model, tmp_path):
+def test_what_no_source_can_claim_counts_in_each_of_them(model, tmp_path):
     arxiv, c4, unknown = ({"redpajama_set_name": f"RedPajama{name}"} for name in ("ArXiv", "C4", "Foo"))
     records = [{"text": "one", "meta": c4}, {"text": "two", "meta": arxiv}, {"text": "three", "meta": unknown}]
     records += [{"text": "no set", "meta": {}}, {"text": '"redpajama_set_name": "RedPajamaArXiv"', "meta": c4}]
@@ -230,7 +230,7 @@ def test_what_no_source_of_a_mixed_file_can_claim_counts_in_each_of_them(model, 
         assert shard.sidecar["dropped"] == {**bad, "of another set": other}
 
 
-def test_a_set_that_no_file_holds_makes_no_source_unless_it_was_asked_for(model, tmp_path):
+def test_a_set_that_no_file_holds_makes_no_source_unless_asked(model, tmp_path):
     write(tmp_path / "in/x.jsonl", {"text": "a", "meta": {"redpajama_set_name": "RedPajamaC4"}})
     stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
     assert list(read_manifest(tmp_path / "out")["sources"]) == ["slimpajama-c4"]
@@ -241,7 +241,7 @@ def test_a_set_that_no_file_holds_makes_no_source_unless_it_was_asked_for(model,
     assert "failed: slimpajama-books: holds no document" in stderr
 
 
-def test_files_without_a_set_cost_no_document_of_files_that_had_it(model, tmp_path):
+def test_files_without_a_set_cost_no_document_of_others(model, tmp_path):
     write(tmp_path / "chunk1/x.jsonl", {"text": "a book", "meta": {"redpajama_set_name": "RedPajamaBook"}})
     write(tmp_path / "chunk2/x.jsonl", {"text": "a page", "meta": {"redpajama_set_name": "RedPajamaC4"}})
     for chunk in ("chunk1", "chunk2"):
@@ -253,7 +253,7 @@ def test_files_without_a_set_cost_no_document_of_files_that_had_it(model, tmp_pa
 # --- What is refused, and what is left out ---
 
 
-def test_unknown_files_are_refused_with_their_names_and_the_flag_to_use(tmp_path):
+def test_unknown_files_are_refused_with_the_flag_to_use(tmp_path):
     (tmp_path / "README.md").write_text("about")
     unknown = {
         "a/custom.jsonl": "holds records with text, label",
@@ -287,7 +287,7 @@ def test_unknown_files_are_refused_with_their_names_and_the_flag_to_use(tmp_path
     assert sorted(listed) == sorted(f"{tmp_path}/{name}: {what}" for name, what in unknown.items())
 
 
-def test_an_unknown_file_fails_by_name_and_does_not_hide_those_that_are_known(model, tmp_path):
+def test_an_unknown_file_fails_by_name_and_hides_no_other(model, tmp_path):
     write(tmp_path / "in/known.jsonl", {"text": "a", "meta": {"pile_set_name": "Github"}})
     (tmp_path / "in/novel.txt").write_text("Call me Ishmael.")
     stdout, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", code=1)
@@ -332,15 +332,16 @@ def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path
         (tmp_path / "in" / name).write_text("no data")
     (tmp_path / "in/empty.jsonl").touch()
     stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
-    line = next(line for line in stdout.splitlines() if line.startswith("left out"))
-    assert sorted(re.findall(r"in/([^,]+)", line)) == sorted([*left_out, "empty.jsonl"])
+    assert f"left out, as no data: 10 files, such as {tmp_path}/in/._x.jsonl; {tmp_path}/out/left_out" in stdout
+    expected = [f"left out, as no data: {tmp_path}/in/{name}" for name in sorted([*left_out, "empty.jsonl"])]
+    assert (tmp_path / "out/left_out.txt").read_text().splitlines() == expected
     assert decoded(tmp_path / "out", "pile", model) == ["a"]
     (tmp_path / "in/x.jsonl").unlink()
     _, stderr = tokenize(model, tmp_path / "none", recognize=tmp_path / "in", code=2)
     assert f"--recognize {tmp_path}/in: holds no file with data" in stderr and not (tmp_path / "none").exists()
 
 
-def test_data_in_a_folder_or_file_that_is_called_state_or_licence_is_data():
+def test_data_that_are_called_state_or_licence_are_data():
     for name in ("a/state/data.jsonl", "license.jsonl", "readme/x.parquet", "state.jsonl.gz"):
         assert not NO_DATA.search(name)
     for name in ("README", "a/readme.md", "LICENSE.txt", "state.json", ".cache/x.jsonl", "urls/x.txt"):
@@ -374,7 +375,7 @@ def test_the_text_key_is_asked_of_recognised_files_too(tmp_path):
 # --- The mix ---
 
 
-def test_the_recipe_is_the_mix_of_the_launch_script_and_adds_up_to_a_hundred():
+def test_the_recipe_is_the_mix_of_the_launch_script():
     lines = (ROOT / "data_prep/recipes/moh.mix").read_text().splitlines()
     mix = dict(line.split("#")[0].strip().split("=") for line in lines if line.split("#")[0].strip())
     assert sum(round(100 * float(weight)) for weight in mix.values()) == 100_00
@@ -383,12 +384,12 @@ def test_the_recipe_is_the_mix_of_the_launch_script_and_adds_up_to_a_hundred():
     assert set(mix) <= {source for _, source in FILES.values()}
 
 
-def test_a_value_that_python_cannot_hold_fails_the_file_by_name_and_a_bad_set_costs_its_row(tmp_path):
+def test_a_value_that_python_cannot_hold_fails_the_file(tmp_path):
     far = pyarrow.array([300_000_000_000], pyarrow.timestamp("s"))  # the year 11476
     table = pyarrow.table({"id": ["1"], "text": ["a"], "source": ["common-crawl"], "created": far})
     (tmp_path / "dolma").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "dolma/x.parquet")
-    found, unreadable, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    found, unreadable, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
     assert not found and len(unreadable) == 1 and "dolma/x.parquet: " in unreadable[0]
 
     name = b'{"redpajama_set_name": "RedPajamaC4"}'
@@ -396,7 +397,7 @@ def test_a_value_that_python_cannot_hold_fails_the_file_by_name_and_a_bad_set_co
     table = pyarrow.table({"text": ["a", "b"], "meta": pyarrow.Array.from_buffers(pyarrow.string(), 2, data)})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     (tmp_path / "dolma/x.parquet").unlink()
-    found, _, _ = recognized_sources([str(tmp_path)], "text", set(), ["slimpajama-c4"])
+    found, _, *_ = recognized_sources([str(tmp_path)], "text", set(), ["slimpajama-c4"])
     (piece,) = found["slimpajama-c4"]
     assert [(document.text, document.dropped) for document in documents(piece, "text")] == [
         ("a", None), (None, "bad UTF-8"),

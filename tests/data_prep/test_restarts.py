@@ -65,7 +65,7 @@ def test_sources_may_be_added_by_a_later_run(corpus, model, reference, tmp_path)
     assert modified(tmp_path / "out" / "y") == times
 
 
-def test_a_file_that_is_damaged_later_leaves_the_shard_that_was_made_of_it(model, tmp_path):
+def test_a_file_that_is_damaged_later_leaves_its_shard(model, tmp_path):
     path, random_bytes = tmp_path / "b.jsonl.gz", random.Random(0).randbytes
     path.write_bytes(gzip.compress(json_lines([random_bytes(200).hex() for _ in range(3000)])))
     tokenize(model, tmp_path / "out", f"y={path}")
@@ -82,7 +82,7 @@ def modified(directory):
 
 
 @pytest.mark.parametrize("many", [1, 1000])
-def test_files_that_come_later_leave_the_shards_of_others_untouched(many, model, tmp_path, monkeypatch):
+def test_files_that_come_later_leave_other_shards_untouched(many, model, tmp_path, monkeypatch):
     monkeypatch.setattr(units_module, "MANY", many)
     (tmp_path / "in").mkdir()
     for number in range(4, 8):
@@ -109,7 +109,7 @@ def write_texts(directory, number):
         (directory / f"{index:02d}.txt").write_text(f"text {index:02d}")
 
 
-def test_part_of_the_files_that_share_a_shard_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch):
+def test_part_of_the_files_of_a_shared_shard_is_refused(model, tmp_path, monkeypatch):
     monkeypatch.setattr(units_module, "MANY", 1)
     write_texts(tmp_path / "in", 12)
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
@@ -123,7 +123,7 @@ def test_part_of_the_files_that_share_a_shard_is_refused_and_nothing_is_lost(mod
     assert sorted(decoded(tmp_path / "out", "a", model)) == [f"text {number:02d}" for number in range(10)]
 
 
-def test_a_file_of_a_shared_shard_that_can_no_longer_be_read_fails_alone_and_its_text_stays(model, tmp_path):
+def test_a_damaged_file_of_a_shared_shard_fails_alone(model, tmp_path):
     write_texts(tmp_path / "in", 18)
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     before = files(tmp_path / "out")
@@ -146,7 +146,7 @@ def test_a_file_with_the_text_of_one_in_a_shared_shard_is_named(model, tmp_path)
     assert f"such as {tmp_path}/x.txt, and of 17 others, such as {tmp_path}/in/00.txt; name them too, or" in stderr
 
 
-def test_texts_with_shards_of_their_own_keep_them_and_new_ones_share_a_shard(model, tmp_path, monkeypatch):
+def test_texts_with_shards_of_their_own_keep_them(model, tmp_path, monkeypatch):
     """As shards of earlier versions: a training that reads them goes on."""
     (tmp_path / "in").mkdir()
     for number in range(20):
@@ -182,7 +182,7 @@ def flags_of(corpus, model, output):
     return ["--tokenizer", model, "--output", output, *sources, "--workers", 2, "--unit-size", "32k"]
 
 
-def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_run(corpus, model, reference, tmp_path):
+def test_a_run_killed_again_and_again_ends_with_the_same_bytes(corpus, model, reference, tmp_path):
     output, expected = tmp_path / "out", files(reference)
     line, environment = command(*flags_of(corpus, model, output))
     nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
@@ -230,7 +230,7 @@ def test_a_restart_redoes_only_what_is_missing_or_damaged(corpus, model, referen
     assert files(output) == files(reference)
 
 
-def test_what_a_killed_run_left_is_swept_and_what_is_not_ours_stays(model, tmp_path):
+def test_leftovers_of_a_killed_run_are_swept_and_others_stay(model, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out/a").mkdir(parents=True)
     unit = "x-0123456789abcdef"
@@ -262,7 +262,7 @@ def test_an_input_that_changed_replaces_its_shard(model, tmp_path):
     assert len(list((tmp_path / "out" / "a").iterdir())) == 3
 
 
-def test_a_run_that_fails_keeps_the_shards_that_it_was_to_replace(model, tmp_path):
+def test_a_run_that_fails_keeps_the_shards_to_be_replaced(model, tmp_path):
     text = tmp_path / "in.jsonl.gz"
     text.write_bytes(gzip.compress(json_lines(["old"])))
     tokenize(model, tmp_path / "out", f"a={text}")
@@ -326,7 +326,7 @@ def largest_files(limit):
     }
 
 
-def test_a_full_disk_stops_the_run_with_one_line_of_sizes_and_loses_nothing(corpus, model, reference, tmp_path):
+def test_a_full_disk_stops_the_run_with_one_line_of_sizes(corpus, model, reference, tmp_path):
     output, expected = tmp_path / "out", files(reference)
     largest = max(len(data) for name, data in expected.items() if name.endswith(".bin"))
     result = run(*flags_of(corpus, model, output), code=1, **largest_files(largest - 1))
@@ -348,12 +348,12 @@ def test_when_a_shard_found_no_room_no_other_is_begun(corpus, model, reference, 
     assert b"0 of 11 shards are complete" in result.stderr  # though c.txt would have had room
 
 
-def test_a_disk_that_is_full_from_the_start_is_told_by_the_name_of_the_directory(corpus, model, tmp_path):
+def test_a_disk_that_is_full_from_the_start_is_named(corpus, model, tmp_path):
     result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, **largest_files(100))
     assert re.search(rb"failed: \S*/out: File too large, [\d.,]+ MB of [\d.,]+ MB are free", result.stderr)
 
 
-def test_a_disk_without_room_for_a_model_is_one_line_and_leaves_nothing(corpus, tmp_path):
+def test_no_room_for_a_model_is_one_line_and_leaves_nothing(corpus, tmp_path):
     output = tmp_path / "models/tokenizer.model"
     flags = ("--input", f"{corpus}/a*", "--vocab-size", 320, "--output", output)
     result = run("train", *flags, code=1, **largest_files(100))

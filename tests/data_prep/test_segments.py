@@ -60,7 +60,7 @@ def of_source(name, found):
 
 
 @pytest.mark.parametrize("trial", range(10))
-def test_every_window_is_read_once_per_epoch_whatever_the_stops_ranks_and_accumulation(directory, trial):
+def test_every_window_is_read_once_per_epoch(directory, trial):
     """Ten random stops; after each the run goes on with other numbers of ranks and of sequences per micro-batch."""
     random = np.random.default_rng(trial)
     reference = open_dataset(directory, "a=1 b=2.5 c=0.75", seed=trial)
@@ -101,7 +101,7 @@ def test_every_window_is_read_once_per_epoch_whatever_the_stops_ranks_and_accumu
     assert max(epochs) > 1
 
 
-def test_a_run_with_the_same_data_has_one_segment_and_the_samples_that_it_had(directory):
+def test_the_same_data_have_one_segment_and_the_same_samples(directory):
     dataset = open_dataset(directory, "a=1 b=3")
     state = saved(dataset)
     again = open_dataset(directory, "b=0.75 a=0.25")
@@ -111,7 +111,7 @@ def test_a_run_with_the_same_data_has_one_segment_and_the_samples_that_it_had(di
     assert windows(later, 0, 100) == windows(dataset, 0, 100)
 
 
-def test_with_other_weights_every_source_goes_on_at_its_next_window_and_epoch(directory):
+def test_with_other_weights_every_source_resumes_at_its_window(directory):
     first = open_dataset(directory, "a=1 b=3")
     second = open_dataset(directory, "a=5 b=2 c=1").continue_from(saved(first), 70)
     third = open_dataset(directory, "a=1 c=1").continue_from(saved(second), 95)
@@ -137,7 +137,7 @@ def test_sample_n_is_a_pure_function_of_n_and_the_segments(directory):
         windows(second, 69, 80)
 
 
-def test_a_source_with_another_shard_begins_again_and_the_others_go_on(directory):
+def test_a_source_with_another_shard_restarts_alone(directory):
     first = open_dataset(directory, "a=1 b=1")
     write_shard(directory / "a" / "unit-9", [90], 900)
     write_manifest(directory)
@@ -211,7 +211,7 @@ def test_of_many_shards_that_changed_three_are_named(directory):
     assert change == "source b: unit-10, unit-11, unit-12 and 7 more added, 11 shards now"
 
 
-def test_the_state_names_every_shard_once_however_many_segments_there_are(directory):
+def test_the_state_names_every_shard_once(directory):
     dataset = open_dataset(directory, "a=1 b=3")
     sizes = []
     for number in range(20):
@@ -221,14 +221,14 @@ def test_the_state_names_every_shard_once_however_many_segments_there_are(direct
     assert max(np.diff(sizes)) < 500
 
 
-def test_the_plan_after_a_change_counts_what_is_read_of_a_source_in_all(directory):
+def test_the_plan_after_a_change_counts_all_that_is_read(directory):
     first = open_dataset(directory, "a=1 b=3")
     second = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 40)
     read = Counter(source for source, _, _ in windows(first, 0, 40) + windows(second, 40, 100))
     assert {row["name"]: row["samples"] for row in second.plan(100)} == dict(read)
 
 
-def test_the_plan_after_a_change_counts_sources_that_the_decay_reads_no_more(directory):
+def test_the_plan_counts_sources_that_the_decay_reads_no_more(directory):
     def opened():
         data = DataConfig(str(directory), (("a", "1"), ("b", "1")), 0.0, decay_mix=(("a", "1"), ("c", "1")))
         return Dataset.open(data, seq_length=SEQ_LENGTH, seed=1, vocab_size=2**20, decay_begins=48)
@@ -280,5 +280,5 @@ def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
     assert "--decay-mix began at sample 48 and would begin at 80: the run is longer now" in change
     assert [row["samples"] for row in opened().plan(96)] == [36, 36, 24]
     data = DataConfig(str(directory), (("a", "1"),), 0.0, decay_mix=(("d", "1"),))
-    with pytest.raises(ConfigError, match="^--decay-mix d: the data directory has no such source"):
+    with pytest.raises(ConfigError, match="^--decay-mix: no source is named d"):
         Dataset.open(data, seq_length=SEQ_LENGTH, seed=1, vocab_size=2**20, decay_begins=48)

@@ -78,7 +78,7 @@ def test_old_ids_stay_and_the_new_ones_fill_the_vocabulary(old, new):
     assert {"机器", "学习", "龍"} <= set(after)
 
 
-def test_new_tokens_keep_their_order_after_pieces_with_the_very_low_scores_of_llama(old, texts, tmp_path):
+def test_new_tokens_keep_their_order_after_very_low_scores(old, texts, tmp_path):
     proto = sentencepiece_model_pb2.ModelProto.FromString(old.read_bytes())
     proto.pieces.add(piece="▁▁", score=-1e9)
     (tmp_path / "old.model").write_bytes(proto.SerializeToString())
@@ -115,7 +115,7 @@ def test_new_tokens_stay_within_words(old, new, tmp_path):
         extend(tmp_path / "old.model", tmp_path / "m.model", *flags, 406)
 
 
-def test_text_of_the_old_kind_stays_as_it_was_and_new_text_takes_fewer_tokens(old, new):
+def test_old_text_stays_as_it_was_and_new_text_is_shorter(old, new):
     for text in [text for text in TEXTS if "文" not in text]:
         assert processor(new).encode(text) == processor(old).encode(text)
     unseen = "\n".join(chinese(100, seed=2))
@@ -136,14 +136,14 @@ def test_what_is_as_frequent_in_old_text_is_not_joined(old, new, texts, tmp_path
     assert (name, changed) == ("old", "0.00%") and int(num_bytes) > int(before) == int(after) > 0
 
 
-def test_an_extended_model_can_still_be_encoded_with_the_segment_cache(new):
+def test_the_segment_cache_can_encode_with_an_extended_model(new):
     tokenizer = Tokenizer(str(new))
     assert tokenizer.cache is not None
     for text, ids in zip(chinese(50), tokenizer.encode_all(chinese(50)), strict=True):
         assert ids[:-1].tolist() == tokenizer.model.encode(text)
 
 
-def test_the_tokenizer_of_hugging_face_agrees_on_an_extended_model(new, tmp_path):
+def test_hugging_face_agrees_on_an_extended_model(new, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     from tools.hf.convert.tokenizer_json import read_model, write_tokenizer
 
@@ -153,7 +153,7 @@ def test_the_tokenizer_of_hugging_face_agrees_on_an_extended_model(new, tmp_path
         assert converted.encode(text).ids == processor(new).encode(text)
 
 
-def test_listed_pieces_become_tokens_of_their_own_and_other_text_is_not_split(old, tmp_path):
+def test_listed_pieces_become_tokens_and_split_no_other_text(old, tmp_path):
     listed = ["▁mitochondrion", "量子计算机", "▁New▁York", "lazy"]
     (tmp_path / "pieces.txt").write_text("▁mitochondrion\t-5\n量子计算机\r\n\n New York\nlazy\n")
     model = extend(old, tmp_path / "m.model", "--add-pieces", tmp_path / "pieces.txt")
@@ -165,7 +165,7 @@ def test_listed_pieces_become_tokens_of_their_own_and_other_text_is_not_split(ol
         assert ends(model, text) <= ends(old, text)
 
 
-def test_a_listed_piece_is_added_as_it_stands_to_a_model_that_normalises_text(tmp_path):
+def test_a_listed_piece_is_added_without_normalisation(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 5), model_prefix=str(tmp_path / "old"), vocab_size=450, minloglevel=2,
         model_type="bpe", hard_vocab_limit=False, byte_fallback=True,
@@ -195,7 +195,7 @@ def test_mistakes_are_refused_with_the_remedy(old, texts, tmp_path):
     assert not (tmp_path / "m.model").exists()
 
 
-def test_a_vocabulary_is_not_written_over_the_one_that_it_extends(old, texts):
+def test_a_vocabulary_is_not_written_over_the_one_it_extends(old, texts):
     before = old.read_bytes()
     for given in (old, old.parent):  # a directory stands for the model in it
         with pytest.raises(ConfigError, match="is the --tokenizer, which its shards need; name another file"):
@@ -239,7 +239,7 @@ def joined(word, token):
 # --- LLaMA-3's format ---
 
 
-def test_tokens_are_added_to_a_tiktoken_file_after_the_special_ones_and_old_tokens_are_not_split(texts, tmp_path):
+def test_tokens_of_a_tiktoken_file_are_added_after_special_ones(texts, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     old, size = llama_3_vocabulary(tmp_path / "old", small_ranks()), 128_256 + 40
     new = extend(old, tmp_path / "new", "--vocab-size", size, "--input", texts / "new.txt")

@@ -41,7 +41,7 @@ def test_training_is_deterministic_and_makes_a_model_like_llamas(model, tmp_path
         assert processor.decode(processor.encode(text)) == text
 
 
-def test_a_trained_model_is_one_that_the_segment_cache_can_encode_with(model):
+def test_the_segment_cache_can_encode_with_a_trained_model(model):
     assert Tokenizer(str(model)).cache is not None
 
 
@@ -58,7 +58,7 @@ def scattered(seed):
     )
 
 
-SIZES = [("TEXTS", 5000, "most"), ("TEXTS", 2**30, "most"), ("TEXTS", 1, "least"), ("TEXTS", 2, "least")]
+SIZES = [("TEXTS", 5000, "most"), ("TEXTS", 2**24, "most"), ("TEXTS", 1, "least"), ("TEXTS", 2, "least")]
 SIZES += [("TEXTS", 258, "least"), (7, 700, "most"), (22, 2000, "most"), (2, 280, "least")]
 
 
@@ -74,10 +74,10 @@ def test_a_size_that_does_not_fit_is_refused_with_the_nearest(text, size, word, 
     train(tmp_path / "text.txt", nearest, tmp_path / "m.model")
 
 
-def test_a_size_beyond_32_bits_is_refused(tmp_path, capsys):
+def test_a_size_of_billions_is_refused(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(" ".join(TEXTS))
     train(tmp_path / "text.txt", "2G", tmp_path / "m.model", code=2)
-    assert "--vocab-size 2G: must be at most 1073741824" in capsys.readouterr().err
+    assert "--vocab-size 2G: must be at most 16777216" in capsys.readouterr().err
 
 
 def test_what_sentencepiece_cannot_train_on_is_one_line(monkeypatch):
@@ -116,7 +116,7 @@ def test_a_small_vocabulary_is_not_spent_on_rare_characters(tmp_path):
 # --- The sample ---
 
 
-def test_the_training_sample_spreads_over_all_files_and_all_of_a_large_one(tmp_path):
+def test_the_training_sample_spreads_over_all_files(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.jsonl").write_bytes(json_lines([f"{name}{number:05d}" for number in range(1000)]))
     units = plan_units("--input ", "", [f"{tmp_path}/*"], text_key="text", unit_size=4096)
@@ -161,7 +161,7 @@ SOURCES = ["--source", "a=DIR/a.*", "--source", "b=DIR/b.*", "--source", "c=DIR/
 
 @pytest.mark.parametrize("mix", [(1, 1, 1), (61.28, 12.48, 26.24), (0.5, 99, 0.5)])
 @pytest.mark.parametrize("sample_bytes", ["800", "1M"])  # less than there is, and more
-def test_sources_have_their_shares_of_the_mix_in_the_sample_whatever_their_size(drawn, mix, sample_bytes):
+def test_sources_have_their_shares_of_the_mix_in_the_sample(drawn, mix, sample_bytes):
     mix = dict(zip("abc", mix, strict=True))
     weights = [f"{name}={weight}" for name, weight in mix.items()]
     sample = drawn(*SOURCES, "--data-mix", *weights, "--sample-bytes", sample_bytes)

@@ -183,7 +183,7 @@ def test_a_page_whose_header_is_damaged_fails_the_file(damage, tmp_path):
         read(path)
 
 
-def test_a_page_larger_than_any_document_is_refused_with_a_remedy(tmp_path, monkeypatch):
+def test_a_page_larger_than_any_document_is_refused(tmp_path, monkeypatch):
     texts = [str(number) * 20_000 for number in range(200, 400)]
     table = pyarrow.table({"text": texts, "meta": texts})
     monkeypatch.setattr(tables, "LONGEST", 3_000_000)

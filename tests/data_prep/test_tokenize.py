@@ -18,8 +18,8 @@ import pytest
 import sentencepiece
 import zstandard
 
+from data_prep import report, writing
 from data_prep import units as units_module
-from data_prep import writing
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.report import outlook
@@ -66,14 +66,14 @@ SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in 
         pytest.param(ROOT, ("-P",), "data_prep/tokenize.py", marks=SAFE_PATH),
     ],
 )
-def test_the_script_does_not_hide_the_standard_module_of_its_name(cwd, interpreter, script, model, tmp_path):
+def test_the_script_hides_no_standard_module(cwd, interpreter, script, model, tmp_path):
     (tmp_path / "a.txt").write_text("spawned workers too")
     flags = ("--tokenizer", model, "--source", f"a={tmp_path}/a.txt", "--output", tmp_path / "out", "--workers", 1)
     run(*flags, cwd=cwd, interpreter=interpreter, script=script)
     assert decoded(tmp_path / "out", "a", model) == ["spawned workers too"]
 
 
-def test_every_mistake_of_usage_is_one_clear_line_and_exit_code_2(model, tmp_path, capsys):
+def test_every_mistake_of_usage_is_one_line_and_exit_code_2(model, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty.model").touch()
     (tmp_path / "folder").mkdir()
@@ -135,7 +135,7 @@ def test_a_tokenizer_without_an_end_of_sequence_piece_is_refused(tmp_path):
     assert "no end-of-sequence piece" in stderr
 
 
-def test_a_second_tokenizer_in_one_directory_is_refused_with_both_hashes(model, other_model, tmp_path):
+def test_a_second_tokenizer_in_a_directory_is_refused(model, other_model, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name)
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt")
@@ -164,7 +164,7 @@ def test_every_kind_of_input_gives_the_same_documents_unaltered(model, tmp_path)
     assert sorted(decoded(tmp_path / "out", "all", model)) == sorted(TEXTS * 5)
 
 
-def test_standard_input_is_divided_and_recognised_when_it_comes_again(model, tmp_path):
+def test_standard_input_is_divided_and_known_when_it_comes_again(model, tmp_path):
     texts = [f"{number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
     flags = ("--tokenizer", model, "--source", "a=-", "--output", tmp_path / "out", "--unit-size", 2000, "--workers", 1)
     run(*flags, input=json_lines(texts))
@@ -184,7 +184,7 @@ def test_standard_input_is_divided_and_recognised_when_it_comes_again(model, tmp
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted(sum(others, texts))
 
 
-def test_standard_input_that_is_empty_or_cut_off_fails_and_other_sources_go_on(model, tmp_path):
+def test_damaged_standard_input_fails_and_other_sources_go_on(model, tmp_path):
     (tmp_path / "b.txt").write_text("sound")
     flags = ("--tokenizer", model, "--output", tmp_path / "out", "--source", "a=-", "--source", f"b={tmp_path}/b.txt")
     packed = gzip.compress(json_lines([str(number) for number in range(1000)]))
@@ -201,7 +201,7 @@ def test_standard_input_that_is_empty_or_cut_off_fails_and_other_sources_go_on(m
 # --- Damage ---
 
 
-def test_counts_by_reason_add_up_in_sidecar_and_summary_and_the_first_bad_records_can_be_looked_at(model, tmp_path):
+def test_counts_by_reason_add_up_and_bad_records_are_kept(model, tmp_path):
     lines = [b'{"text": "first"}', b"", b'{"text": "cut', b'{"text": "\xff\xfe"}', b'{"text": ""}', b'{"txt": 1}'] * 15
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl")
@@ -236,7 +236,7 @@ def test_rejects_that_were_mended_in_place_disappear(model, tmp_path):
         assert len(list((tmp_path / "out").rglob("*rejects*"))) == count
 
 
-def test_damaged_containers_fail_alone_by_name_and_are_not_published(model, tmp_path):
+def test_damaged_containers_fail_alone_and_are_not_published(model, tmp_path):
     lines = json_lines([f"document {number} {os.urandom(30).hex()}" for number in range(2000)])
     (tmp_path / "in").mkdir()
     (tmp_path / "in/good.jsonl.gz").write_bytes(gzip.compress(lines))
@@ -255,7 +255,7 @@ def test_damaged_containers_fail_alone_by_name_and_are_not_published(model, tmp_
     assert len(list((tmp_path / "out" / "a").iterdir())) == 3
 
 
-def test_copies_of_a_file_are_left_out_aloud_and_a_shard_made_of_one_is_replaced(model, tmp_path):
+def test_copies_are_left_out_and_a_shard_of_one_is_replaced(model, tmp_path):
     (tmp_path / "b.jsonl").write_bytes(json_lines(["once"]))
     tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
     (tmp_path / "a.jsonl").write_bytes(json_lines(["once"]))
@@ -265,8 +265,43 @@ def test_copies_of_a_file_are_left_out_aloud_and_a_shard_made_of_one_is_replaced
     assert decoded(tmp_path / "out", "a", model) == ["once"]
 
 
+def test_many_copies_are_counted_and_listed_in_a_file(model, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(["once"]))
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
+    assert f"other files: 4 files, such as {tmp_path}/1.jsonl; {tmp_path}/out/left_out.txt lists them\n" in stdout
+    listed = [line.rpartition(": ")[2] for line in (tmp_path / "out/left_out.txt").read_text().splitlines()]
+    assert listed == [f"{tmp_path}/{number}.jsonl" for number in range(1, 5)]
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/[12].jsonl")
+    assert not (tmp_path / "out/left_out.txt").exists()
+
+
+def test_something_is_said_while_nothing_happens(model, tmp_path, monkeypatch, capfd):
+    """One long document is encoded, of which no progress is reported."""
+    monkeypatch.setattr(report, "QUIET", 0.05)
+    monkeypatch.setattr("data_prep.workers.QUIET", 0.05)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["many words " * 100_000]))
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+    assert stderr.count("tokenizing:   0%") > 2
+    with report.told("training"):
+        time.sleep(0.3)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "training, 0 s so far" and 3 <= len(lines) < 7
+
+
+@pytest.mark.parametrize(("text", "altered"), [("a\u2581b", 1), ("a\u2585b", 0)])
+def test_the_space_mark_in_a_text_is_counted_and_said(text, altered, model, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines([text, "plain"]))
+    for _ in range(2):  # also if the shard is complete already
+        stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+        assert ("1 documents hold U+2581, which SentencePiece keeps for itself" in stdout) == bool(altered)
+    (shard,) = shards(tmp_path / "out", "a")
+    assert shard.sidecar.get("altered", 0) == altered
+    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([text.replace("\u2581", " "), "plain"])
+
+
 @pytest.mark.parametrize("then", ["moved", "copied", "linked"])
-def test_a_file_that_comes_again_from_elsewhere_in_other_units_is_not_there_twice(then, model, tmp_path):
+def test_a_file_that_comes_again_in_other_units_counts_once(then, model, tmp_path):
     long = [f"{number} {os.urandom(100_000).hex()}" for number in range(3)]  # larger than what is sampled
     (tmp_path / "in/deep").mkdir(parents=True)
     (tmp_path / "in/deep/b.jsonl").write_bytes(json_lines(long))
@@ -279,7 +314,7 @@ def test_a_file_that_comes_again_from_elsewhere_in_other_units_is_not_there_twic
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([*long, "other"])
 
 
-def test_a_moved_file_beside_one_that_cannot_be_read_is_not_listed_twice(model, tmp_path):
+def test_a_moved_file_beside_a_damaged_one_is_not_listed_twice(model, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/b.jsonl").write_bytes(json_lines([os.urandom(100_000).hex() for _ in range(3)]))
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*.jsonl")
@@ -295,7 +330,7 @@ def test_a_moved_file_beside_one_that_cannot_be_read_is_not_listed_twice(model, 
     assert len(decoded(tmp_path / "out", "a", model)) == 4
 
 
-def test_a_file_that_differs_from_an_earlier_one_in_its_middle_only_leaves_its_shard(model, tmp_path):
+def test_a_file_with_another_middle_leaves_the_earlier_shard(model, tmp_path):
     texts = ["x" * 200_000, "first", "y" * 200_000]
     (tmp_path / "b.jsonl").write_bytes(json_lines(texts))
     tokenize(model, tmp_path / "out", f"a={tmp_path}/b.jsonl")
@@ -304,7 +339,7 @@ def test_a_file_that_differs_from_an_earlier_one_in_its_middle_only_leaves_its_s
     assert sorted(text for text in decoded(tmp_path / "out", "a", model) if len(text) < 9) == ["first", "later"]
 
 
-def test_a_file_in_another_folder_that_differs_in_its_middle_only_is_not_taken_for_one_that_is_done(model, tmp_path):
+def test_a_file_that_differs_in_its_middle_only_is_another(model, tmp_path):
     for folder, middle in (("one", "first"), ("two", "later")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_bytes(json_lines(["x" * 200_000, middle, "y" * 200_000]))
@@ -322,7 +357,7 @@ def test_a_file_in_another_folder_that_differs_in_its_middle_only_is_not_taken_f
     assert "a: 4 shards of 1 files, 4 of them complete already" in stdout
 
 
-def test_shards_of_inputs_that_a_command_does_not_name_are_counted_after_the_work(model, tmp_path):
+def test_shards_of_inputs_that_are_not_named_are_counted(model, tmp_path):
     (tmp_path / "in").mkdir()
     for name in "ab":
         (tmp_path / f"in/{name}.jsonl").write_bytes(json_lines([f"{name} one", f"{name} two"]))
@@ -335,7 +370,7 @@ def test_shards_of_inputs_that_a_command_does_not_name_are_counted_after_the_wor
     assert line == "1 shards (2 documents) of inputs that this command does not name stay in a"
 
 
-def test_a_source_without_any_document_is_a_failure_that_says_why(model, tmp_path):
+def test_a_source_without_a_document_fails_and_says_why(model, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'{"content": "x"}\n' * 3)
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", code=1)
     assert "in.jsonl: holds no document (3 missing text)" in stderr
@@ -344,7 +379,7 @@ def test_a_source_without_any_document_is_a_failure_that_says_why(model, tmp_pat
     assert decoded(tmp_path / "out", "a", model) == ["x"] * 3
 
 
-def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_records_are(model, tmp_path, monkeypatch):
+def test_a_file_of_which_nothing_can_be_read_fails_by_name(model, tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     lost = {
         "noise.bin": (bytes(range(0x80, 0x100)) * 8, "1 bad UTF-8"),
@@ -358,7 +393,7 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_recor
     (tmp_path / "in/empty.txt").touch()
     (tmp_path / "in/blank.jsonl").write_text("\n\n")
     stdout, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
-    assert f"no document is in {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
+    assert f"without a document: {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
     for name, (_, reasons) in lost.items():
         assert f"{tmp_path}/in/{name}: holds no document ({reasons})" in stderr
     assert stderr.count("failed: ") == len(lost)
@@ -367,11 +402,11 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_recor
     _, stderr = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", code=1)
     assert f"{tmp_path}/in/latin-1.txt: holds no document (1 bad UTF-8)" in stderr
     stdout, _ = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", max_bad_fraction=0.5)
-    assert f"no document is in {tmp_path}/in/empty.txt\n" in stdout
+    assert f"without a document: {tmp_path}/in/empty.txt\n" in stdout
     assert decoded(tmp_path / "grouped", "a", model) == ["sound"]
 
 
-def test_the_room_that_is_missing_is_told_with_compression_undone(model, tmp_path):
+def test_the_room_that_is_missing_counts_unpacked_bytes(model, tmp_path):
     texts = [f"{number} {' '.join(TEXTS)}" for number in range(400)]
     (tmp_path / "a").mkdir()
     pack = {".jsonl": bytes, ".json.gz": gzip.compress, ".jsonl.zst": zstandard.compress}
@@ -391,7 +426,7 @@ def bad_lines(path, good, bad):
     return path
 
 
-def test_a_unit_with_more_bad_records_than_allowed_fails_alone_and_shows_them(model, tmp_path):
+def test_a_unit_with_too_many_bad_records_fails_and_shows_them(model, tmp_path):
     bad_lines(tmp_path / "worse.jsonl", 89, 11)
     bad_lines(tmp_path / "better.jsonl", 90, 10)
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", max_bad_fraction=0.1, code=1)
@@ -410,7 +445,7 @@ def test_a_unit_with_more_bad_records_than_allowed_fails_alone_and_shows_them(mo
     assert files(tmp_path / "out") == before
 
 
-def test_by_default_a_hundredth_of_the_records_or_a_certain_number_may_be_bad(model, tmp_path, monkeypatch):
+def test_how_many_records_may_be_bad_by_default(model, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "USUAL_NUMBER", 10)
     tokenizer = Tokenizer(str(model))
     (tmp_path / "a").mkdir()

@@ -34,7 +34,7 @@ def names(units):
 # --- Files ---
 
 
-def test_a_file_that_several_patterns_match_counts_once_under_a_name_that_their_order_does_not_change(tmp_path):
+def test_a_file_that_several_patterns_match_counts_once(tmp_path):
     write(tmp_path, {"x/a.txt": "a", "x/b.txt": "b"})
     patterns = [f"{tmp_path}/x/*.txt", f"{tmp_path}/**/*.txt", f"{tmp_path}/x/a.txt"]
     expected = [(f"{tmp_path}/x/a.txt", "a.txt"), (f"{tmp_path}/x/b.txt", "b.txt")]
@@ -48,7 +48,7 @@ def test_names_do_not_change_when_a_directory_tree_moves(tmp_path):
     assert [unit.name for unit in units(f"{tmp_path}/there/**/*.txt")] == before
 
 
-def test_a_file_or_directory_that_is_there_is_no_pattern_whatever_its_name(tmp_path):
+def test_a_path_that_is_there_is_no_pattern_whatever_its_name(tmp_path):
     write(tmp_path, {"x[1]/a*.txt": "a", "x[1]/ab.txt": "b", "x1/a.txt": "c"})
     for pattern, found in {"x[1]/*": ["a*.txt", "ab.txt"], "x[1]/a*.txt": ["a*.txt"], "x[12]/*": ["x1/a.txt"]}.items():
         assert [name for _, name in matching_files("", [f"{tmp_path}/{pattern}"])] == found
@@ -62,7 +62,7 @@ def test_what_is_no_file_is_told_of_and_not_opened(tmp_path):
     (tmp_path / "e").mkdir()
     source = named_source("--source a=", [f"{tmp_path}/*"])
     assert [piece.name for piece in source.pieces] == ["a.jsonl"]
-    sources, unreadable, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    sources, unreadable, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
     assert list(sources) == ["pile"] and unreadable == source.unreadable
     assert [text.partition(": ")[0] for text in unreadable] == [f"{tmp_path}/{name}.txt" for name in "bcd"]
 
@@ -73,7 +73,7 @@ def test_hidden_files_such_as_those_of_macos_match_no_star(tmp_path):
 
 
 @pytest.mark.parametrize("size", [50, 1_000_000])
-def test_files_with_the_same_content_count_once_and_the_others_are_named(size, tmp_path):
+def test_files_with_the_same_content_count_once(size, tmp_path):
     content = json_lines([os.urandom(size // 4).hex(), "x"])
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_bytes(content)
@@ -96,7 +96,7 @@ def test_empty_files_of_one_name_are_copies(tmp_path):
     assert names(found) == [["a.txt"], ["b.txt"]]
 
 
-def test_files_that_cannot_be_told_apart_by_what_names_a_unit_are_refused(tmp_path):
+def test_files_that_names_of_units_cannot_tell_apart_are_refused(tmp_path):
     content = b"x" * 200_000
     for directory, middle in (("one", b"1"), ("two", b"2")):
         (tmp_path / directory).mkdir()
@@ -106,7 +106,7 @@ def test_files_that_cannot_be_told_apart_by_what_names_a_unit_are_refused(tmp_pa
         plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6)
 
 
-def test_the_name_of_a_unit_changes_with_all_that_changes_its_shard(tmp_path):
+def test_the_name_of_a_unit_changes_with_its_shard(tmp_path):
     write(tmp_path, {"a.txt": "content", "b.txt": "contend"})
     (unit,) = units(f"{tmp_path}/a.txt")
     assert units(f"{tmp_path}/a.txt", identity={"shuffle": False})[0].name != unit.name
@@ -171,7 +171,7 @@ def test_what_is_left_of_a_group_that_lost_a_file_stays_together(grouped, tmp_pa
     assert names(again) == [["10.txt"], *names(planned)]
 
 
-def test_files_of_the_same_names_in_another_folder_leave_the_groups_as_they_are(grouped, tmp_path):
+def test_equal_names_in_another_folder_leave_groups_as_they_are(grouped, tmp_path):
     write(tmp_path / "on", {f"{number:02d}.txt": f"next {number:02d}" for number in range(10, 32)})
     other = units(f"{tmp_path}/on/*.txt", unit_size=160, groups=recorded_groups(tmp_path))
     record_groups(tmp_path, other)
@@ -184,7 +184,7 @@ def test_files_of_the_same_names_in_another_folder_leave_the_groups_as_they_are(
     assert set(both) == {*grouped, *other}
 
 
-def test_whole_texts_share_shards_from_a_small_number_on_and_other_files_do_not(tmp_path):
+def test_whole_texts_share_shards_from_a_small_number_on(tmp_path):
     write(tmp_path, {f"{number:02d}.jsonl": f'{{"text": "{number}"}}' for number in range(18)})
     write(tmp_path, {f"{number:02d}.txt": f"text {number}" for number in range(18)})
     texts = [f"{number:02d}.txt" for number in range(18)]

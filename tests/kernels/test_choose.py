@@ -69,8 +69,8 @@ def test_a_run_says_what_auto_takes_or_how_to_measure_it(monkeypatch):
         --num-active-routed-heads 2 --seq-length 1024 --precision fp32""".split()
     config, _ = parse_config(flags)
     first, second = describe_attention(config)
-    assert first.startswith("attention  auto: dense in 2 of 2 layers, since ")
-    assert second.endswith("attention.py --levels layer --dtype float32 --threads 2 --save does that")
+    assert first.startswith("attention  auto: dense in 2 of 2 layers, because ")
+    assert second.endswith("attention.py --levels layer --dtype float32 --threads 2 --save")
     rows = [[1024, 0.5, 0.9], [1024, 0.75, 0.99]]
     measured.keep(Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
     assert list(describe_attention(config)) == [

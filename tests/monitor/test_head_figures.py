@@ -1,13 +1,14 @@
 """What a run says about its heads, against the raw gates, and how a head map shows it."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from moh_lm.config import HeadsConfig, ModelConfig, ParallelConfig
-from moh_lm.model.router import HeadRouter
+from moh_lm.model.router import Gates
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.monitor.head_map import head_map
 from moh_lm.monitor.record import rounded
@@ -30,8 +31,9 @@ def run_recorded(flags):
 
     def record(module, inputs, outputs):
         in_backward = torch._C._current_graph_task_id() != -1  # recomputation
-        if isinstance(module, HeadRouter) and torch.is_grad_enabled() and not in_backward:
-            weight = inputs[0].new_zeros(0, inputs[0].shape[-1]) if module.w_routed is None else module.w_routed
+        if isinstance(module, Gates) and torch.is_grad_enabled() and not in_backward:
+            weight = getattr(module, "w_routed", None)
+            weight = inputs[0].new_zeros(0, inputs[0].shape[-1]) if weight is None else weight
             call = tuple(part.detach().clone() for part in (inputs[0], outputs[0], weight))
             steps[-1][1].setdefault(module.layer.index, []).append(call)
 
@@ -41,12 +43,20 @@ def run_recorded(flags):
     return steps
 
 
-def sequences_of(ranks, layout, step, layer):
+def in_canonical_order(parts, own):
+    """The gates of all heads from those of each tensor-parallel rank, whose ``own`` shared heads come first."""
+    return torch.cat([part[..., :own] for part in parts] + [part[..., own:] for part in parts], -1)
+
+
+def sequences_of(ranks, layout, step, layer, shared):
     """(source, x [s, d], gates [s, h], w_routed) of every sequence of a step, from what the ranks recorded."""
     if layout in ("tensor", "context"):
+        join = torch.cat
+        if layout == "tensor":
+            join = partial(in_canonical_order, own=shared // len(ranks))
         sources, calls = ranks[0][step][0], [rank[step][1][layer] for rank in ranks]
         joined = [
-            (torch.cat([x for x, _, _ in parts]), torch.cat([gates for _, gates, _ in parts]), parts[0][2])
+            (torch.cat([x for x, _, _ in parts]), join([gates for _, gates, _ in parts]), parts[0][2])
             for parts in zip(*calls, strict=True)
         ]
         recorded = [(sources, joined)]
@@ -62,7 +72,7 @@ def by_hand(ranks, layout, steps, layer, shared):
     """The figures of a layer over ``steps``."""
     count, tokens, a1, losses, used = {0: 0, 1: 0}, {0: 0, 1: 0}, 0.0, [], {0: [], 1: []}
     for step in steps:
-        for source, x, gates, weight in sequences_of(ranks, layout, step, layer):
+        for source, x, gates, weight in sequences_of(ranks, layout, step, layer, shared):
             selected = (gates[:, shared:] > 0).double()
             count[source] = count[source] + selected.sum(0)
             tokens[source] += len(x)
@@ -147,7 +157,7 @@ def test_gates_of_layers_of_shared_heads_are_logged_too(data_dir, tmp_path, layo
         return
     gates = {0: [], 1: []}
     for step in (2, 3):
-        for source, _, of_sequence, _ in sequences_of(ranks, layout, step, 0):
+        for source, _, of_sequence, _ in sequences_of(ranks, layout, step, 0, 8):
             gates[source] += of_sequence.flatten().tolist()
     both = gates[0] + gates[1]
     expected = {"gate_mean": sum(both) / len(both), "gate_rms": math.sqrt(sum(gate**2 for gate in both) / len(both))}

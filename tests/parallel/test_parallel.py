@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from moh_lm.build import build_model
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
-from moh_lm.model.block import blocks_of
+from moh_lm.model.block import modules_of
 from moh_lm.parallel import consensus, cross_entropy, head_partition
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
@@ -49,7 +49,7 @@ def train_once(name):
     tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
     mean, losses = model(tokens[:, :-1], tokens[:, 1:])
     mean.backward()
-    rows = [block.rows.take() for block in blocks_of(model)]
+    rows = [block.rows.take() for block in modules_of(model)]
     for of_layer in rows if group is not None and rows[0] is not None else ():
         dist.all_reduce(of_layer, group=group)
     shards = {key: (parameter.grad, parameter.tensor_partition) for key, parameter in model.named_parameters()}

@@ -73,6 +73,8 @@ def test_a_stranger_neither_refuses_a_start_nor_stands_for_a_rank(rendezvous_por
     with pytest.raises(ConfigError, match=rf"1 of 3 ranks \(rank 1\) have not come in 1 s, or have another {SECRET}"):
         rendezvous.rendezvous_store()
     meeting.set("refused", "rank 2 on node3")
+    meeting.store.set("rank 2", "a stranger")
+    monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="rank 2 on node3 cannot begin"):
         rendezvous.rendezvous_store()
 

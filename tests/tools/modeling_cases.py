@@ -6,8 +6,8 @@ pytest.importorskip("transformers")
 
 import torch
 
-from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
-from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM
+from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
+from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM
 
 SHAPE = {
     "vocab_size": 19,

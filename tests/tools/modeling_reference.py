@@ -1,7 +1,6 @@
-"""The exported model in float64, Eq. 4-10 one token and one head at a time."""
+"""The exported model beside tests/reference.py: its layers in the equations, and the decoder around them in float64."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -10,182 +9,63 @@ pytest.importorskip("transformers")
 
 import torch
 
+from tests.reference import Layer, Rotary, Routing, attention_layer, balance_loss, rms_norm, route, sigmoid
 
-def softmax(values):
-    powers = [math.exp(value - max(values)) for value in values]
-    return [power / sum(powers) for power in powers]
-
-
-def top_k(scores, k):
-    """Indices of the k largest; of equal ones the lower index."""
-    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:k]
+ROPE = {
+    "rope_type": "kind", "factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high",
+    "original_max_position_embeddings": "length", "partial_rotary_factor": "share",
+}  # fmt: skip
 
 
-def biased(config, weights, affinities, scores):
-    """What is selected by: the scores, or with a bias the affinities and it."""
-    if not config.load_balance_bias_rate or not len(scores):
-        return scores
-    return [a + config.load_balance_bias_rate * n for a, n in zip(affinities, weights["bias_steps"], strict=True)]
+def reference_layer(config, index):
+    """What the configuration of an exported model says of a layer, for tests/reference.py."""
+    heads, mixture = config.layer_heads[index], config.head_selection == "mixture"
+    shared_by = config.num_attention_heads // config.num_key_value_heads
+    routing = Routing(
+        config.routing if mixture else config.head_selection, heads, config.num_shared_heads[index],
+        config.num_active_routed_heads[index], shared_by if config.routing_unit == "key_value_group" else 1,
+        config.two_stage, config.routing_top_p, config.load_balance_bias_rate,
+    )  # fmt: skip
+    scaling = {ROPE[key]: value for key, value in config.rope_parameters.items() if key in ROPE}
+    rotary = Rotary(config.rope_theta, width=config.turning_dim or None, **scaling)
+    widths = config.head_dims or (config.query_dim + config.turning_dim,) * heads
+    return Layer(
+        routing, tuple(widths), rotary if config.layer_positions[index] == "rotary" else None,
+        config.layer_windows[index], mixture and config.routed_keys == "selected", config.rms_norm_eps,
+    )  # fmt: skip
 
 
-def reference_gates(config, layer, weights, x, queries):
+def named(tensors, prefix=""):
+    """{name behind the prefix: float64 array}, without ``router.`` and ``.weight``."""
+    return {
+        name.removeprefix(prefix).removeprefix("router.").removesuffix(".weight"): tensor.detach().double().numpy()
+        for name, tensor in tensors
+        if name.startswith(prefix)
+    }
+
+
+def reference_gates(config, index, weights, x, queries):
     """Gates of one token: x [d], queries [h, head_dim] before rotary."""
-    heads, shared = config.layer_heads[layer], config.num_shared_heads[layer]
-    active, size = config.num_active_routed_heads[layer], 1
-    if config.head_selection == "all":
-        return [1.0] * heads
-    if config.head_selection == "static":
-        return [1.0 if head < shared + active else 0.0 for head in range(heads)]
-    if config.routing_unit == "key_value_group":  # from here on heads are groups
-        size = config.num_attention_heads // config.num_key_value_heads
-        heads, shared, active = heads // size, shared // size, active // size
-        queries = queries.reshape(heads, -1)
-    if config.routing == "query_norm":
-        norms = [math.sqrt(sum(value * value for value in queries[head])) for head in range(shared, heads)]
-        deviation = 1.0
-        if len(norms) > 1:
-            mean = sum(norms) / len(norms)
-            deviation = math.sqrt(sum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1))
-        scores = [norm / deviation for norm in norms]
-        chosen = top_k(biased(config, weights, softmax(scores), scores), active)
-        gates = [1.0] * shared + [1.0 if head in chosen else 0.0 for head in range(heads - shared)]
-        return [gate for gate in gates for _ in range(size)]
-
-    if config.routing == "relu":
-        gates = [2 / (1 + math.exp(-row @ x)) for row in weights["w_shared"]] if shared else []
-        gates += [max(0.0, row @ x) for row in weights["w_routed"]] if shared < heads else []
-        return [gate for gate in gates for _ in range(size)]
-    if config.routing == "sigmoid":
-        gates = [2 / (1 + math.exp(-row @ x)) for row in weights["w_shared"]] if shared else []
-        scores = [row @ x for row in weights["w_routed"]] if shared < heads else []
-        chosen = top_k(biased(config, weights, [1 / (1 + math.exp(-score)) for score in scores], scores), active)
-        gates += [2 / (1 + math.exp(-score)) if head in chosen else 0.0 for head, score in enumerate(scores)]
-        return [gate for gate in gates for _ in range(size)]
-    released, scaled = config.routing == "released", config.routing == "paper_scaled"
-    a1 = a2 = 1.0
-    if config.two_stage and 0 < shared < heads:
-        a1, a2 = softmax([row @ x for row in weights["w_type"]])
-        if released or scaled:
-            a1, a2 = 2 * a1, 2 * a2
-    gates = []
-    if shared:
-        scale = shared if released or scaled else 1.0
-        gates += [a1 * scale * p for p in softmax([row @ x for row in weights["w_shared"]])]
-    if shared < heads:
-        scores = [row @ x for row in weights["w_routed"]]
-        probabilities = softmax(scores)
-        chosen = top_k(biased(config, weights, probabilities, scores), active)
-        if config.routing_top_p is not None:
-            while len(chosen) > 1 and sum(probabilities[head] for head in chosen[:-1]) >= config.routing_top_p:
-                chosen.pop()
-        scale = heads - shared if scaled else 1.0
-        if released:
-            scale = len(chosen) / sum(probabilities[head] for head in chosen)
-        gates += [a2 * scale * p if head in chosen else 0.0 for head, p in enumerate(probabilities)]
-    return [gate for gate in gates for _ in range(size)]
-
-
-def rotated(vector, position, theta):
-    """Feature i and feature i + e/2 are the two coordinates of a point that turns by position * theta^(-2i/e)."""
-    half = len(vector) // 2
-    turned = np.empty_like(vector)
-    for i in range(half):
-        point = complex(vector[i], vector[i + half])
-        point *= np.exp(1j * position * theta ** (-2 * i / len(vector)))
-        turned[i], turned[i + half] = point.real, point.imag
-    return turned
-
-
-def counted(table, query, keys):
-    """What CoPE adds to the scores of ``keys``, the last of which is the query's own: positions count from there."""
-    position, added = 0.0, []
-    for key in reversed(keys):
-        position = min(position + 1 / (1 + math.exp(-query @ key)), len(table) - 1)
-        below, rest = math.floor(position), position % 1
-        added.append(query @ ((1 - rest) * table[below] + rest * table[min(below + 1, len(table) - 1)]))
-    return added[::-1]
-
-
-def latent_heads(config, weights, inputs):
-    """Queries, keys and values [heads, ...] of each token; of queries and keys what turns comes first."""
-    split, heads, t = {"q": [], "k": [], "v": []}, config.num_attention_heads, config.turning_dim
-
-    def norm(x, weight):
-        return weight * x / np.sqrt(np.mean(x * x) + config.rms_norm_eps)
-
-    for x in inputs:
-        of_queries = "q_proj" if config.q_lora_rank is None else "q_b_proj"
-        asks = x if config.q_lora_rank is None else norm(weights["q_a_proj"] @ x, weights["q_a_layernorm"])
-        query = (weights[of_queries] @ asks).reshape(heads, -1)
-        split["q"].append(np.concatenate([query[:, -t:], query[:, :-t]], axis=1))
-        both = weights["kv_a_proj_with_mqa"] @ x
-        made = (weights["kv_b_proj"] @ norm(both[:-t], weights["kv_a_layernorm"])).reshape(heads, -1)
-        split["k"].append(np.stack([np.concatenate([both[-t:], row[: config.head_dim]]) for row in made]))
-        split["v"].append(made[:, config.head_dim :])
-    return split
-
-
-def reference_attention(config, layer, weights, inputs):
-    """inputs [s, d], normalised -> [s, d]."""
-    heads, dim = config.layer_heads[layer], config.query_dim
-    group, window = config.num_attention_heads // config.num_key_value_heads, config.layer_windows[layer]
-    latent = config.attention == "latent"
-    split = latent_heads(config, weights, inputs) if latent else {} if config.head_dims else {
-        name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"
-    }  # fmt: skip
-    if config.head_dims:
-        ends = np.cumsum(config.head_dims)[:-1]
-        split = {name: [np.split(weights[f"{name}_proj"] @ x, ends) for x in inputs] for name in "qkv"}
-    dim += config.turning_dim
-    router = {key.split(".")[1]: value for key, value in weights.items() if key.startswith("router.")}
-
-    def placed(vector, position):
-        turned = config.turning_dim or int(len(vector) * config.rope_parameters.get("partial_rotary_factor", 1))
-        turned *= config.layer_positions[layer] == "rotary"
-        return np.concatenate([rotated(vector[:turned], position, config.rope_theta), vector[turned:]])
-
-    outputs = []
-    routes = [reference_gates(config, layer, router, x, split["q"][t]) for t, x in enumerate(inputs)]
-    own_keys = config.head_selection == "mixture" and config.routed_keys == "selected"
-    for t, gates in enumerate(routes):
-        weighted = []
-        for head in range(heads):
-            query = placed(split["q"][t][head], t)
-            first = max(0, t - window + 1) if window else 0
-            seen = [u for u in range(first, t + 1) if u == t or not own_keys or routes[u][head] > 0]
-            keys = [placed(split["k"][u][head // group], u) for u in seen]
-            more = counted(weights["cope"][head], query, keys) if "cope" in weights else [0.0] * len(keys)
-            root = math.sqrt(len(query))
-            attention = softmax([query @ key / root + added for key, added in zip(keys, more, strict=True)])
-            output = sum(a * split["v"][u][head // group] for u, a in zip(seen, attention, strict=True))
-            weighted.append(gates[head] * output)
-        outputs.append(weights["o_proj"] @ np.concatenate(weighted))
-    return outputs
+    return route(reference_layer(config, index).routing, x, weights, queries).gates
 
 
 def reference_logits(model, tokens):
-    config = model.config
-    state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
-
-    def norm(x, weight):
-        return weight * x / np.sqrt(np.mean(x * x) + config.rms_norm_eps)
-
-    hidden = [state["model.embed_tokens.weight"][token] for token in tokens]
+    config, state = model.config, list(model.state_dict().items())
+    whole, eps = named(state), config.rms_norm_eps
+    hidden = whole["model.embed_tokens"][tokens]
     if "learned" in config.layer_positions:
-        hidden = [x + state["model.embed_positions.weight"][t] for t, x in enumerate(hidden)]
-    for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        own = {k.removeprefix(prefix).removesuffix(".weight"): v for k, v in state.items() if k.startswith(prefix)}
-        attention = {k.removeprefix("self_attn."): v for k, v in own.items() if k.startswith("self_attn.")}
-        inputs = [norm(x, own["input_layernorm"]) for x in hidden]
-        attended = reference_attention(config, layer, attention, inputs)
-        hidden = [x + update for x, update in zip(hidden, attended, strict=True)]
+        hidden = hidden + whole["model.embed_positions"][: len(tokens)]
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        own, attention = named(state, prefix), named(state, f"{prefix}self_attn.")
+        inputs = np.array([rms_norm(x, own["input_layernorm"], eps) for x in hidden])
+        hidden = hidden + attention_layer(reference_layer(config, index), attention, inputs).output
         for t, x in enumerate(hidden):
-            x = norm(x, own["post_attention_layernorm"])
+            x = rms_norm(x, own["post_attention_layernorm"], eps)
             gate, up = own["mlp.gate_proj"] @ x, own["mlp.up_proj"] @ x
-            hidden[t] = hidden[t] + own["mlp.down_proj"] @ (gate / (1 + np.exp(-gate)) * up)
-    head = state["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    return np.stack([head @ norm(x, state["model.norm.weight"]) for x in hidden])
+            hidden[t] += own["mlp.down_proj"] @ (gate * sigmoid(gate) * up)
+    head = whole["model.embed_tokens" if config.tie_word_embeddings else "lm_head"]
+    return np.array([head @ rms_norm(x, whole["model.norm"], eps) for x in hidden])
 
 
 def assert_equals_reference(model, tokens):
@@ -196,20 +76,37 @@ def assert_equals_reference(model, tokens):
     assert np.abs(logits - expected).max() <= 3e-6 * np.abs(expected).max()
 
 
+def reference_routes(model, states):
+    """The ``Route``s [b][s] of each layer: the hidden states tell what it reads."""
+    config = model.config
+    for index, layer in enumerate(model.model.layers):
+        x = layer.input_layernorm(states[index])
+        queries = layer.self_attn.q_proj(x).unflatten(-1, (config.num_attention_heads, -1)).double().numpy()
+        weights, routing = named(layer.self_attn.state_dict().items()), reference_layer(config, index).routing
+        pairs = zip(x.double().numpy(), queries, strict=True)
+        yield [[route(routing, x, weights, asked) for x, asked in zip(*pair, strict=True)] for pair in pairs]
+
+
+def reference_balance(model, states, mask):
+    """Eq. 7 over the tokens of each sequence that ``mask`` leaves, the mean over sequences and layers with it."""
+    found = []
+    for index, sequences in enumerate(reference_routes(model, states)):
+        routing = reference_layer(model.config, index).routing
+        kept = [[one for one, seen in zip(*pair, strict=True) if seen] for pair in zip(sequences, mask, strict=True)]
+        found += [balance_loss(routing, routes) for routes in kept if routing.shared < routing.heads]
+    return np.mean(found)
+
+
 def assert_router_outputs(outputs, model, tokens):
-    """Gates and selections against the equations: the hidden states tell the input of each layer."""
+    """Gates and selections against the equations."""
     states = model(tokens, output_hidden_states=True).hidden_states
     config = model.config
     assert len(outputs.router_gates) == len(outputs.router_selections) == config.num_hidden_layers
-    for index, layer in enumerate(model.model.layers):
-        x = layer.input_layernorm(states[index])
-        query = layer.self_attn.q_proj(x).unflatten(-1, (config.num_attention_heads, -1)).double().numpy()
-        router = layer.self_attn.router
-        weights = {name: p.detach().double().numpy() for name, p in router.named_parameters()} if router else {}
+    for index, sequences in enumerate(reference_routes(model, states)):
         gates, selected = outputs.router_gates[index], outputs.router_selections[index]
         assert gates.shape == selected.shape == (*tokens.shape, config.num_attention_heads)
         assert gates.dtype == torch.float32 and selected.dtype == torch.bool
         for b, t in np.ndindex(*tokens.shape):
-            expected = reference_gates(config, index, weights, x[b, t].double().numpy(), query[b, t])
-            np.testing.assert_allclose(gates[b, t], expected, rtol=1e-5, atol=1e-30)
-            assert selected[b, t].tolist() == [gate > 0 for gate in expected]
+            expected = sequences[b][t]
+            np.testing.assert_allclose(gates[b, t], expected.gates, rtol=1e-5, atol=1e-30)
+            assert selected[b, t].tolist() == expected.used.tolist()

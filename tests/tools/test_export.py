@@ -3,10 +3,12 @@
 One model in every form that its files can have; other models and tokenizers are in test_export_models.py.
 """
 
+import ast
 import json
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import sentencepiece
 import torch
 
 from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.model import gates, rotary
 from tests.distributed import run_ranks
 from tests.tools.exporting import (
     PAPER,
@@ -26,7 +29,7 @@ from tests.tools.exporting import (
     write_checkpoint,
 )
 from tools import export_hf as command
-from tools.hf.convert import export_check, model_card, write_export
+from tools.hf.convert import export_check, model_card, shipped_code, write_export
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -225,16 +228,25 @@ def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, 
 
 def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, export, monkeypatch):
     pytest.importorskip("transformers")
-    shutil.copytree(TOOLS / "hf" / "remote_code", tmp_path / "hf_files")
-    path, turn = tmp_path / "hf_files" / "moh_positions.py", "torch.cat((-second, first)"
-    code = path.read_text()
+    code, turn = Path(rotary.__file__).read_text(), "torch.cat((-second, first)"
     assert turn in code
-    path.write_text(code.replace(turn, "torch.cat((second, -first)"))  # rotary embeddings turn the other way
-    monkeypatch.setattr(write_export, "REMOTE", tmp_path / "hf_files")
+    (tmp_path / "rotary.py").write_text(code.replace(turn, "torch.cat((second, -first)"))  # they turn the other way
+    monkeypatch.setitem(shipped_code.FORMULAS, "moh_rotary.py", tmp_path / "rotary.py")
     code, _, errors = export("--checkpoint", run, "--output", tmp_path / "hf")
     assert (code, errors.count("\n")) == (1, 1)
     assert "transformers" in errors and "differs from the checkpoint by" in errors
-    assert [path.name for path in tmp_path.iterdir()] == ["hf_files"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rotary.py"]
+
+
+def test_the_formulas_of_an_export_are_files_of_the_trainer(run, tmp_path, export, without_transformers):
+    export("--checkpoint", run, "--output", tmp_path / "hf")
+    for name, trained in (("moh_gates.py", gates), ("moh_rotary.py", rotary)):
+        code = (tmp_path / "hf" / name).read_bytes()
+        assert code == Path(trained.__file__).read_bytes()
+        statements = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        modules = {part.name for node in statements if isinstance(node, ast.Import) for part in node.names}
+        modules |= {"." * node.level + (node.module or "") for node in statements if isinstance(node, ast.ImportFrom)}
+        assert {module.split(".")[0] for module in modules} <= {"torch", *sys.stdlib_module_names}
 
 
 def test_a_check_that_is_killed_is_said_so(run, tmp_path, export, monkeypatch):

@@ -13,7 +13,8 @@ from PIL import Image
 
 pytest.importorskip("matplotlib")
 
-from moh_lm.model.router import routers_of
+from moh_lm.model.block import modules_of
+from moh_lm.model.router import Gates
 from moh_lm.vision.config import DiTConfig, DiTTraining, ImageHeadsConfig, ImageRunConfig, ViTConfig, ViTTraining
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.loader import open_source
@@ -78,7 +79,7 @@ def counted(model, forwards):
     calls, found = 0, {}
 
     def count(router, inputs, outputs):
-        shared, (gates, _) = router.layer.num_shared, outputs
+        shared, gates = router.layer.num_shared, outputs.gates
         use, sums, squares = ([0.0] * gates.shape[-1] for _ in range(3))
         for x, token_gates in zip(inputs[0][:, 0], gates[:, 0].tolist(), strict=True):
             scores = (router.w_routed @ x).tolist()
@@ -89,7 +90,7 @@ def counted(model, forwards):
                 squares[head] += gate * gate
         found[router.layer.index, calls] = use, sums, squares, len(gates)
 
-    hooks = [router.register_forward_hook(count) for router in routers_of(model)]
+    hooks = [router.register_forward_hook(count) for router in modules_of(model, Gates)]
     with torch.no_grad():
         for forward in forwards:
             forward()

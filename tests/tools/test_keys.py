@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from moh_lm.config import SPREAD, TRAINING_ONLY, HeadsConfig, ModelConfig
+from tests.tools.exported_code.configuration_moh import DEFAULTS, ROPE_KEYS, MoHLlamaConfig
 from tools.hf.convert import keys
 from tools.hf.convert.import_config import model_config
-from tools.hf.remote_code.configuration_moh import DEFAULTS, ROPE_KEYS, MoHLlamaConfig
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
@@ -60,9 +60,7 @@ def test_the_remote_configuration_has_every_key_with_the_default_of_the_table():
     defaults = DEFAULTS | {name: argument.default for name, argument in arguments.items()}
     written = {entry.key for entry in (*keys.MODEL, *keys.OURS, *keys.HEADS)} | {"rope_theta", "rope_scaling"}
     assert written | keys.FIXED.keys() <= {*defaults, "tie_word_embeddings"}
-    assert {kind: set(needed) - {"rope_theta"} for kind, needed in keys.ROPE_TYPES.items()} == {
-        kind: set(needed) for kind, needed in ROPE_KEYS.items()
-    }
+    assert {entry.field.removeprefix("rope_"): entry.key for entry in keys.ROPE} == ROPE_KEYS
     for entry in keys.HEADS:
         if entry.absent is not keys.REQUIRED:
             assert defaults[entry.key] == entry.absent

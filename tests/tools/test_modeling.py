@@ -9,11 +9,12 @@ pytest.importorskip("transformers")
 
 import torch
 
+from tests.reference import softmax
+from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
+from tests.tools.exported_code.moh_attention import local_heads
+from tests.tools.exported_code.moh_router import layer_router
 from tests.tools.modeling_cases import GREEDY, SHAPE, make_model, random_tokens
-from tests.tools.modeling_reference import assert_equals_reference, assert_router_outputs, reference_gates, softmax
-from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
-from tools.hf.remote_code.moh_attention import local_heads
-from tools.hf.remote_code.moh_router import MoHLlamaRouter, query_norm_routing
+from tests.tools.modeling_reference import assert_equals_reference, assert_router_outputs, reference_gates
 
 
 def drawn_heads(seed):
@@ -149,7 +150,7 @@ def test_of_equal_scores_the_lower_head_index_is_selected(routing):
 
 def test_a_router_computes_in_fp32_from_bf16_inputs_and_under_autocast():
     config = MoHLlamaConfig(**SHAPE)
-    router = MoHLlamaRouter(config, 0).bfloat16()
+    router = layer_router(config, 0).bfloat16()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in router.parameters():
@@ -181,11 +182,17 @@ def test_gradients_are_asked_for_of_a_whole_router_but_its_counts():
         assert needed == ({"w_shared", "w_routed", "w_type"} if wanted else set())
 
 
+def query_norm_router(heads):
+    """One shared head, two active ones of the others."""
+    shape = {"num_hidden_layers": 1, "num_attention_heads": heads, "head_dim": 4, "routing": "query_norm"}
+    return layer_router(MoHLlamaConfig(**shape, num_shared_heads=[1], num_active_routed_heads=[2]), 0)
+
+
 def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scores():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 5, 4, generator=generator, requires_grad=True)
     upstream = torch.randn(5, generator=generator)
-    gates, selection, _ = query_norm_routing(query, 1, 2)
+    gates, *_ = query_norm_router(5)(query)
     (gates * upstream).sum().backward()
     selected = gates.detach()[0, 0].double().numpy()
     assert selected.tolist().count(1.0) == 3 and selected.tolist().count(0.0) == 2
@@ -203,5 +210,5 @@ def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scor
 
 
 def test_a_token_whose_query_norms_are_all_equal_has_finite_gates():
-    gates, *_ = query_norm_routing(torch.zeros(1, 1, 4, 6), 1, 2)
+    gates, *_ = query_norm_router(4)(torch.zeros(1, 1, 4, 6))
     assert gates.tolist() == [[[1.0, 1.0, 1.0, 0.0]]]

@@ -10,9 +10,9 @@ pytest.importorskip("transformers")
 import torch
 from transformers import DynamicCache, StaticCache
 
+from tests.tools.exported_code.moh_own_keys import OwnKeysStaticLayer
 from tests.tools.modeling_cases import CASES, GREEDY, GROUPS, OWN_KEYS, make_model, random_tokens
 from tests.tools.modeling_reference import assert_equals_reference
-from tools.hf.remote_code.moh_own_keys import OwnKeysStaticLayer
 
 COUNTED = {"num_key_value_heads": 2, "layer_positions": ["cope", "none"], "cope_max_position": 5}
 

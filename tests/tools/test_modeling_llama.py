@@ -7,11 +7,11 @@ pytest.importorskip("transformers")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
+from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM
+from tests.tools.exported_code.moh_attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from tests.tools.modeling_cases import GROUPS, LINEAR, LLAMA3, SHAPE, YARN, make_model, random_tokens
-from tools.hf.convert.write_export import REMOTE_CODE
-from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
-from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM
-from tools.hf.remote_code.moh_attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from tools.hf.convert.shipped_code import LANGUAGE
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -50,7 +50,7 @@ def test_labels_give_the_mean_cross_entropy_and_logits_to_keep_the_last_logits()
 def test_a_saved_model_is_loaded_with_an_empty_report_and_equal_logits(changes, tmp_path):
     model, tokens = make_model(**changes), random_tokens(2, 10)
     model.save_pretrained(tmp_path)
-    assert set(REMOTE_CODE) <= {path.name for path in tmp_path.iterdir()}
+    assert set(LANGUAGE) <= {path.name for path in tmp_path.iterdir()}
     loaded, report = MoHLlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     tied = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -13,12 +12,12 @@ from transformers import DynamicCache, Trainer, TrainingArguments
 
 from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
+from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
+from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
+from tests.tools.exported_code.moh_own_keys import QuantizedLayer
+from tests.tools.exported_code.moh_rotary import rotate
 from tests.tools.modeling_cases import SHAPE, make_model, random_tokens
-from tests.tools.modeling_reference import assert_router_outputs, softmax
-from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
-from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
-from tools.hf.remote_code.moh_own_keys import QuantizedLayer
-from tools.hf.remote_code.moh_positions import rotate
+from tests.tools.modeling_reference import assert_router_outputs, reference_balance
 
 
 @pytest.mark.parametrize(
@@ -44,36 +43,6 @@ def test_router_outputs_are_the_gates_and_the_selected_heads_of_every_layer(chan
     assert_router_outputs(outputs, model, tokens)
 
 
-def reference_balance(model, states, tokens, mask):
-    """Eq. 7 in float64, one token at a time, the mean over the sequences and the layers with routed heads."""
-    config, found = model.config, []
-    for index, layer in enumerate(model.model.layers):
-        shared = config.num_shared_heads[index]
-        if shared == config.num_attention_heads:
-            continue
-        x = layer.input_layernorm(states[index])
-        query = layer.self_attn.q_proj(x).unflatten(-1, (config.num_attention_heads, -1)).double().numpy()
-        for b in range(len(tokens)):
-            share, mean = np.zeros((2, config.num_attention_heads - shared))
-            for t in mask[b].nonzero().flatten().tolist():
-                if config.routing == "query_norm":
-                    norms = np.linalg.norm(query[b, t, shared:], axis=-1)
-                    scores = norms / norms.std(ddof=1)
-                else:
-                    scores = layer.self_attn.router.w_routed.double().numpy() @ x[b, t].double().numpy()
-                if config.routing == "relu":
-                    share += scores > 0
-                    mean += scores * (scores > 0) * len(scores) / config.num_active_routed_heads[index]
-                    continue
-                order = sorted(range(len(scores)), key=lambda i: -scores[i])
-                share[order[: config.num_active_routed_heads[index]]] += 1
-                sigmoids = 1 / (1 + np.exp(-scores))
-                mean += sigmoids / sigmoids.sum() if config.routing == "sigmoid" else softmax(scores.tolist())
-            count = mask[b].sum().item()
-            found.append((share / count * mean / count).sum() * (len(scores) if config.routing == "released" else 1))
-    return np.mean(found)
-
-
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @torch.no_grad()
 def test_output_router_logits_adds_the_load_balance_loss_without_padding(routing):
@@ -83,7 +52,7 @@ def test_output_router_logits_adds_the_load_balance_loss_without_padding(routing
     mask[1, :3] = 0
     plain = model(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True)
     outputs = model(tokens, attention_mask=mask, labels=tokens, output_router_logits=True)
-    expected = reference_balance(model, plain.hidden_states, tokens, mask)
+    expected = reference_balance(model, plain.hidden_states, mask)
     assert plain.aux_loss is None and plain.router_logits is None
     assert outputs.aux_loss.item() == pytest.approx(expected, rel=1e-5)
     assert [scores.shape[-1] for scores in outputs.router_logits] == [3, 4]
@@ -109,7 +78,7 @@ def test_attention_weights_are_returned_by_eager_attention_only():
     projections = layer.self_attn.q_proj, layer.self_attn.k_proj
     query, key = (projection(x).unflatten(-1, (-1, 6)).transpose(1, 2) for projection in projections)
     places = model.model.rotary_emb(x, torch.arange(7)[None])
-    query, key = rotate(query, *places), rotate(key, *places)
+    query, key = rotate(query, places), rotate(key, places)
     scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) / math.sqrt(6)
     expected = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
     torch.testing.assert_close(outputs.attentions[0], expected, rtol=0, atol=1e-6)

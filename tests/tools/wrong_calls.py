@@ -187,7 +187,7 @@ TOOLS = {
         DATA --sample 0 --state nosuch | --state nosuch: not the state.json of a checkpoint ([Errno
         DATA --sample 0 --state imported/state.json | --state imported/state.json: of an import that has read no
         DATA --seq-length x | --seq-length x: write a whole number
-        DATA --data-mix evn=1 --train-iters 1 | --data-mix evn: the data directory has no such
+        DATA --data-mix evn=1 --train-iters 1 | --data-mix: no source is named evn
         DATA --document even:0 --tokenizer nosuch | --tokenizer nosuch: no such file as nosuch
     """,
     "tools/plan.py": """

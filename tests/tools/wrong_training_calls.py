@@ -78,7 +78,7 @@ TRAINING = {
         ok --checkpoint-dir /proc/x | --checkpoint-dir /proc/x: cannot be written (No such file or
         ok --dry-run --save-config nosuch/x.yaml | --save-config nosuch/x.yaml: cannot be written (No
         ok --vocab-size 16 | --vocab-size 16 is smaller than the vocabulary of the data: 64 pieces
-        ok --attention-backend flex | --attention-backend flex: needs a CUDA GPU, and this machine shows none
+        ok --head-dim 16 --attention-backend triton | --attention-backend triton: needs a CUDA GPU, and this machine
     """,
     "data_prep/tokenize.py": """
         | --tokenizer and --output: must be given

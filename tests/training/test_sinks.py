@@ -1,17 +1,19 @@
-"""Attention to the first token in the log: against loops over attention weights, and the same in every layout."""
+"""Attention to the first token in the log: against the weights of the equations, and the same in every layout."""
 
 import json
-import math
 
+import numpy as np
 import pytest
 import torch
 
-from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.training.sinks import Sinks
 from tests.distributed import run_ranks
+from tests.layers import named, reference_layer
 from tests.model.test_compile import run_without_inductor
+from tests.models import make_model
+from tests.reference import attention_layer
 from tests.training.runs import arguments, run
 
 SMALL = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=8, vocab_size=80)
@@ -33,38 +35,28 @@ LENGTH, DOCUMENTS = 12, [[0, 5], [0, 1, 9], [0]]  # tokens; where documents of t
     ],
 )
 def test_a_sink_is_the_mean_weight_of_the_first_token(heads, sizes, resets):
-    model = build_model(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads))).double().eval()
-    model.initialize(seed=5)
-    for parameter in model.parameters():
-        parameter *= 10
-    tokens, inputs = torch.randint(80, (3, LENGTH), generator=torch.Generator().manual_seed(1)), {}
+    config = ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads))
+    model, inputs = make_model(config, scale=10, seed=5).eval(), []
+    tokens = torch.randint(80, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     tokens[2] = 0
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda module, given: inputs.update({module.index: given[0].clone()}))
     starts = torch.tensor([[max(begin for begin in row if begin <= t) for t in range(LENGTH)] for row in DOCUMENTS])
     starts = starts if resets else torch.zeros_like(starts)
     positions = torch.arange(LENGTH) - starts if resets else None
     sinks = Sinks(model, 2, ParallelGroups(), torch.device("cpu"))
     model.batch.feed([positions, positions], [None, torch.tensor([0, 0, -1])])
     plain = model(tokens)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     with sinks.measured():
         assert torch.equal(model(tokens), plain)
     for index, layer in enumerate(model.model.layers):
-        attention = layer.self_attn
-        asked, window = attention.project(inputs[index]), attention.window or LENGTH
-        used, found = asked.in_use(), []
+        shape, weights, found = reference_layer(config, index), named(layer.self_attn.state_dict().items()), []
         for row in range(2):
-            for head in range(8):
-                query, key = asked.query[:, row, head], asked.key[:, row, head * asked.key.shape[2] // 8]
-                for t in range(LENGTH):
-                    first = starts[row, t].item()
-                    if t == first or not used[t, row, head]:
-                        continue
-                    near = range(max(first, t - window + 1), t + 1)
-                    keys = [j for j in near if not attention.own_keys or j == t or used[j, row, head]]
-                    weights = torch.stack([query[t] @ key[j] for j in keys]).div(math.sqrt(query.shape[-1])).softmax(0)
-                    found.append(weights[keys.index(first)].item() if first in keys else 0.0)
-        assert sinks.means()[index] == pytest.approx(sum(found) / len(found), rel=1e-9)
+            first = starts[row].tolist()
+            _, routes, maps = attention_layer(shape, weights, inputs[index][:, row].numpy(), first)
+            asking = [(t, head) for t, head in np.ndindex(LENGTH, 8) if t > first[t] and routes[t].used[head]]
+            found += [maps[head, t, first[t]] for t, head in asking]
+        assert sinks.means()[index] == pytest.approx(np.mean(found), rel=1e-9)
 
 
 def sinks_of(directory):

@@ -13,6 +13,7 @@ from moh_lm.checkpoint.fragments import Fragment, metadata_of, write_safetensors
 from moh_lm.checkpoint.manifest import describe, write_manifest
 from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import write_json
+from moh_lm.model.router import AllHeads
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.diffusion import Diffusion, image_noise, log_probability
 from moh_lm.vision.dit import DiT
@@ -198,7 +199,7 @@ def test_a_classifier_of_a_checkpoint_says_what_it_said(tmp_path):
 def test_a_checkpoint_in_a_dense_warm_up_is_a_dense_model(tmp_path):
     config = make_config(dense_warmup_iters=9)
     _, model = load_model(write_step(tmp_path / "step-5", config, DiT, 1))
-    assert all(block.router() is None for block in model.blocks)
+    assert all(type(block.router()) is AllHeads for block in model.blocks)
 
 
 def test_what_has_no_average_or_is_no_image_model_is_refused(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moh_lm.model.router import routers_of
+from moh_lm.model.block import modules_of
+from moh_lm.model.router import Gates
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import DiTConfig, ImageHeadsConfig
 from moh_lm.vision.diffusion import Diffusion, image_noise
@@ -154,8 +155,8 @@ def test_the_model_and_its_gradients_are_those_of_the_formula(case):
     (expected + 0.3 * balance).backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-9)
     assert_close(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert len(routers_of(model)) == (0 if case == "dense" else 2)
-    rows = [router.statistics.take()[:, 0].mean() for router in routers_of(model)]
+    assert len(modules_of(model, Gates)) == (0 if case == "dense" else 2)
+    rows = [block.rows.take()[:, 0].mean() for block in modules_of(model) if case != "dense"]
     balanced = max(1, len(model.config.routed_layers()))
     torch.testing.assert_close(sum(rows) / balanced + torch.zeros(()), balance.detach(), rtol=1e-9, atol=0)
 
@@ -183,7 +184,7 @@ def test_micro_batches_share_the_balance_loss():
     one, two = (make_model(micro_batches=number, **CASES["shared and routed"]) for number in (1, 2))
     (_, first), (_, second) = gradients(one, *make_inputs()), gradients(two, *make_inputs())
     for model in (one, two):
-        for router in routers_of(model):
+        for router in modules_of(model, Gates):
             router.balance_scale = 0.0
     (_, alone) = gradients(one, *make_inputs())
     name = "blocks.0.attn.router.w_routed"

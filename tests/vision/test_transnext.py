@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.model.balance import BALANCE
-from moh_lm.model.router import SelectionReplay, routers_of
+from moh_lm.model.batch_context import RouterInputs
+from moh_lm.model.block import modules_of
+from moh_lm.model.router import Gates, SelectionReplay
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, to_images, to_tokens
@@ -144,8 +146,8 @@ def attend_by_hand(attention, image, side, cells):
 @pytest.mark.parametrize("side, cells", [(4, 2), (3, 1), (5, 2), (3, 0)], ids=["even", "one cell", "overlap", "all"])
 def test_attention_is_its_formula_for_every_pixel_and_head(side, cells, heads):
     attention, x = make_layer(side, cells, heads)
-    output, _ = attention(x)
-    gates = torch.ones(len(x), BATCH, 4) if attention.router is None else attention.router(x)[0]
+    output, routing = attention(x, RouterInputs())
+    gates = torch.ones(len(x), BATCH, 4) if routing.gates is None else routing.gates
     for sample in range(BATCH):
         image = {divmod(token, side): x[token, sample] for token in range(len(x))}
         for (row, column), context in attend_by_hand(attention, image, side, cells).items():
@@ -167,7 +169,7 @@ def model_by_hand(model, images, kept):
         x = norm(to_tokens(convolve(x, embed.proj, 4 if stage == 1 else 2)), embed.norm, 1e-5)
         for block in blocks:
             attention, mlp = kept[index].unsqueeze(-1)
-            x = x + attention * block.attn(norm(x, block.norm1, 1e-6))[0]
+            x = x + attention * block.attn(norm(x, block.norm1, 1e-6), RouterInputs())[0]
             inner = norm(x, block.norm2, 1e-6) @ block.mlp.fc1.weight.t() + block.mlp.fc1.bias
             gate, value = inner.tensor_split(2, -1)
             gate = to_tokens(convolve(to_images(gate), block.mlp.dwconv["dwconv"], 1, groups=gate.shape[-1]))
@@ -200,7 +202,7 @@ def gradients(model, dtype=torch.float64):
     images, targets = draw_inputs(dtype)
     loss, _ = model(images, targets, draw_branches(model))
     loss.backward()
-    rows = [router.statistics.take() for router in routers_of(model)]
+    rows = [rows for block in modules_of(model) if (rows := block.rows.take()) is not None]
     return [loss.detach(), *rows, *(parameter.grad for parameter in model.parameters())]
 
 
@@ -212,8 +214,8 @@ def test_recomputation_gives_the_same_gradients():
 def test_recomputation_replays_the_selection():
     block = make_model().block4[0]
     x = torch.randn(1, BATCH, 24, dtype=torch.float64)
-    other = 1 - block.block(x, None, None)[1].selection
-    _, again = block.block(x, None, SelectionReplay(torch.tensor(True), other))
+    other = 1 - block.block(x, None, RouterInputs(), None)[1].selection
+    _, again = block.block(x, None, RouterInputs(), SelectionReplay(torch.tensor(True), other))
     assert torch.equal(again.selection, other)
 
 
@@ -227,10 +229,10 @@ def test_compiled_layers_give_the_same_gradients():
 
 def test_a_router_learns_from_task_and_balance_losses():
     model = make_model()
-    weight = routers_of(model)[-1].w_routed
+    weight = modules_of(model, Gates)[-1].w_routed
 
     def whole_loss():
-        loss, *rows = gradients(model)[: 1 + len(routers_of(model))]
+        loss, *rows = gradients(model)[: 1 + len(modules_of(model, Gates))]
         return loss + sum(row[:, BALANCE].mean() for row in rows) / 4
 
     whole_loss()
@@ -262,8 +264,7 @@ def test_a_mixture_whose_gates_are_1_is_the_dense_model():
     model, dense, (images, _) = make_model(), make_model(DENSE), draw_inputs()
     dense.load_state_dict({name: value for name, value in model.state_dict().items() if "router" not in name})
     assert not torch.allclose(model(images), dense(images), rtol=1e-3)
-    for block in (module for module in model.modules() if isinstance(module, Block)):
-        block.router().resting = True
+    model.batch.begin(True)  # a dense warm-up
     assert torch.equal(model(images), dense(images))
 
 

@@ -10,6 +10,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
+from moh_lm.model.batch_context import RouterInputs
 from tests.tools.imports.llamas import BASE_ONLY, SHAPE, make_llama, rewrite
 
 
@@ -53,11 +54,11 @@ def test_the_released_moh_llama3_is_read_and_computes_its_formula_without_its_co
     for name, values in full_parameters(find_step(run_directory)):
         model.get_parameter(name).copy_(values)
     layer = model.to(dtype).model.layers[1].self_attn
-    layer.positions = SimpleNamespace(table=lambda *_: None, turn=lambda x, table: x)
+    layer.positions = SimpleNamespace(table=lambda x: None, query=lambda x, table: x, key=lambda x, table: x)
     x = torch.randn(60, SHAPE["hidden_size"], dtype=dtype, generator=torch.Generator().manual_seed(1))
     weights = [getattr(layer, f"{name}_proj").weight for name in "qkvo"]
     expected, selection = released_attention(*weights, x, dtype, torch.float64)
-    found, routed = layer(x[:, None])
+    found, routed = layer(x[:, None], RouterInputs())
     assert torch.equal(routed.selection[:, 0].double(), selection)
     limit = 1e-12 if dtype == torch.float64 else 2e-2
     assert (found[:, 0].double() - expected).norm() < limit * expected.norm()

@@ -10,9 +10,9 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
+from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
+from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM
 from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, assert_same_logits, make_llama, rewrite, small_model
-from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
-from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM
 
 
 def importance_by_transformers(model, tokens):

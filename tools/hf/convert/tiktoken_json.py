@@ -7,11 +7,11 @@ LLaMA 3.1's padding are named; they stand in the vocabulary, or else ``tokenizer
 one.
 """
 
-from moh_lm.data.tiktoken_model import END_OF_TEXT, WORDS, read_ranks
+from moh_lm.data.tiktoken_model import WORDS, read_ranks
 from tools.hf.convert.tokenizer_json import bpe_model, config_with, content_of, write_files
 
 END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"
-SPECIAL = {"<|begin_of_text|>": 0, END: END_OF_TEXT, PAD: 4}  # their numbers among the special tokens
+SPECIAL = {"<|begin_of_text|>": 0, END: 1, PAD: 4}  # their numbers among the special tokens
 
 
 def special_ids(path):

@@ -2,7 +2,6 @@
 
 import shutil
 from itertools import islice
-from pathlib import Path
 
 import torch
 
@@ -17,17 +16,9 @@ from tools.hf.convert import hugging_face_tokenizer, tiktoken_json
 from tools.hf.convert.export_files import ExportError, plan_shards
 from tools.hf.convert.keys import ARCHITECTURES, model_type, written
 from tools.hf.convert.model_card import model_card
+from tools.hf.convert.shipped_code import LANGUAGE, write_code
 from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
-REMOTE = Path(__file__).resolve().parents[1] / "remote_code"
-REMOTE_CODE = (
-    "configuration_moh.py",
-    "modeling_moh.py",
-    "moh_attention.py",
-    "moh_own_keys.py",
-    "moh_positions.py",
-    "moh_router.py",
-)
 AUTO_MAP = {
     "AutoConfig": "configuration_moh.MoHLlamaConfig",
     "AutoModel": "modeling_moh.MoHLlamaModel",
@@ -50,8 +41,8 @@ def write_export(step, config, dtype, arguments, directory):
         eos = ids["eos_token_id"]
         ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    for name in REMOTE_CODE if is_ours(config.model) else ():
-        shutil.copyfile(REMOTE / name, directory / name)
+    if is_ours(config.model):
+        write_code(LANGUAGE, directory)
     parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
     card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
     (directory / "README.md").write_text(card, encoding="utf-8")

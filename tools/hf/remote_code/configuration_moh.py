@@ -39,18 +39,21 @@ The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transform
 
 from transformers import PretrainedConfig
 
+from .moh_gates import FORMS
+from .moh_rotary import NEEDS
+
 HEAD_SELECTIONS = ("all", "mixture", "static")
-ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu")
 ROUTING_UNITS = ("head", "key_value_group")
 ROUTING_DTYPES = ("fp32", "bf16")
 ROUTED_KEYS = ("all", "selected")
 POSITIONS = ("rotary", "cope", "learned", "none")
 ATTENTIONS = ("heads", "latent")
-ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+ROPE_KEYS = {  # fields of ``Rotary`` in moh_rotary.py -> keys of ``rope_parameters``
+    "theta": "rope_theta",
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
 }
 YARN_KEYS = {  # of transformers' yarn -> what is computed here
     "beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None, "mscale": None, "mscale_all_dim": None,
@@ -208,7 +211,7 @@ class MoHLlamaConfig(PretrainedConfig):
             )
         for key, allowed in (
             ("head_selection", HEAD_SELECTIONS),
-            ("routing", ROUTINGS),
+            ("routing", FORMS),
             ("routing_unit", ROUTING_UNITS),
             ("routed_keys", ROUTED_KEYS if self.attention == "heads" else ROUTED_KEYS[:1]),
             ("attention", ATTENTIONS),
@@ -235,13 +238,13 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(
                 f"query_dim {self.query_dim}: head_dim {self.head_dim} must be {shared_by} above it at least"
             )
-        without_top_p = self.routing in ("query_norm", "sigmoid", "relu")
-        if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or without_top_p):
+        competing = FORMS[self.routing].has_types  # otherwise scores do not say how sure the router is
+        if self.routing_top_p is not None and not (0 < self.routing_top_p <= 1 and competing):
             raise ValueError(
                 f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
                 "sigmoid and relu"
             )
-        if self.load_balance_bias_rate and (self.routing_top_p is not None or self.routing == "relu"):
+        if self.load_balance_bias_rate and (self.routing_top_p is not None or FORMS[self.routing].by_sign):
             raise ValueError(
                 f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p and routing relu"
             )
@@ -288,9 +291,9 @@ class MoHLlamaConfig(PretrainedConfig):
 def check_rope(rope):
     """Raises ValueError if ``rope_parameters`` ask for what is not computed here."""
     rope_type = rope["rope_type"]
-    if rope_type not in ROPE_KEYS:
-        raise ValueError(f"rope_type {rope_type!r}: must be one of {', '.join(ROPE_KEYS)}")
-    missing = [key for key in ROPE_KEYS[rope_type] if rope.get(key) is None]
+    if rope_type not in NEEDS:
+        raise ValueError(f"rope_type {rope_type!r}: must be one of {', '.join(NEEDS)}")
+    missing = [ROPE_KEYS[field] for field in NEEDS[rope_type] if rope.get(ROPE_KEYS[field]) is None]
     if missing:
         raise ValueError(f"rope_type {rope_type!r}: needs {', '.join(missing)} too")
     for key, computed in YARN_KEYS.items() if rope_type == "yarn" else ():

@@ -4,9 +4,9 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
     MoH(x) = sum_i g_i H_i W_O_i                                                    (Eq. 4)
 
-moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py has the gates (Eq. 5, 6,
-9, 10) and the balance loss (Eq. 7), moh_positions.py the rotary positions and the masks, moh_own_keys.py the heads that
-keep their own tokens.
+moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py selects heads and has the
+balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py the rotary embedding, moh_positions.py the
+masks, moh_own_keys.py the heads that keep their own tokens. moh_gates.py and moh_rotary.py are files of the trainer.
 
 Each of these, as an argument or in the configuration, adds to the outputs:
 

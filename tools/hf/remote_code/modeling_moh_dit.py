@@ -1,4 +1,4 @@
-"""MoH-DiT as remote code for diffusers: DiT (arXiv 2212.09748) with the gates of moh_router.py.
+"""MoH-DiT as remote code for diffusers: DiT (arXiv 2212.09748) with the gates of moh_gates.py.
 
 Shapes: b images, s tokens, d width, h heads, e features of a head, p side of a patch.
 """
@@ -10,6 +10,7 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 
+from .moh_gates import FORMS  # noqa: F401 - diffusers fetches no file that is imported elsewhere only
 from .moh_router import image_router
 
 FREQUENCIES = 128  # of a step

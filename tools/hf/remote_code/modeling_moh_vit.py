@@ -1,4 +1,4 @@
-"""MoH-ViT as remote code for transformers: TransNeXt (arXiv 2311.17132) with the gates of moh_router.py.
+"""MoH-ViT as remote code for transformers: TransNeXt (arXiv 2311.17132) with the gates of moh_gates.py.
 
 Queries and keys of a head have unit length, a query gets a learned vector and a learned temperature. Stages with
 ``sr_ratio`` 1 attend to all tokens. In the others a query at pixel p attends, under one softmax, to the 3 x 3 tokens

@@ -7,6 +7,8 @@ transformers interface, which vLLM's Transformers backend reads.
 Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,8 +23,8 @@ from .moh_own_keys import (
     own_layer,
     unpacked,
 )
-from .moh_positions import rotary_table, rotate
-from .moh_router import MoHLlamaRouter, query_norm_routing
+from .moh_positions import rotary_of, rotary_table
+from .moh_router import layer_router
 
 try:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -115,26 +117,23 @@ class MoHLlamaAttention(nn.Module):
         self.attention_dropout = 0.0
         self.is_causal = True
         self.sliding_window = config.layer_windows[layer_idx] or None  # read by flash attention, which has no mask
-        self.in_bf16 = config.routing_dtype == "bf16"
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
         self.make_projections(config)
         size = sum(config.head_dims) or self.num_heads * self.head_dim
         self.o_proj = nn.Linear(size, config.hidden_size, bias=False)
-        self.rotary = config.layer_positions[layer_idx] == "rotary"
+        self.rotary = rotary_of(config) if config.layer_positions[layer_idx] == "rotary" else None
         cope = config.layer_positions[layer_idx] == "cope"
         self.cope = MoHLlamaContextualPositions(config, self.num_heads) if cope else None
-        routed = config.head_selection == "mixture" and self.num_shared < self.num_heads
+        self.router = layer_router(config, layer_idx) if config.head_selection == "mixture" else None
+        self.gated = self.router is not None or self.num_shared < self.num_heads  # else every gate is 1
+        routed = self.router is not None and self.num_shared < self.num_heads
         self.own_keys = routed and config.routed_keys == "selected"
         r = self.num_key_value_groups
         self.num_kept_heads = self.num_heads // r  # the key/value heads that a token can use
-        if config.routing != "relu":
+        if self.own_keys and not self.router.form.by_sign:
             used = -(-self.num_shared // r) + self.num_active // config.heads_per_expert
             self.num_kept_heads = min(self.num_kept_heads, used)
-        self.router = None
-        if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
-            self.router = MoHLlamaRouter(config, layer_idx)
-        self.gated = self.router is not None or self.num_shared < self.num_heads  # else every gate is 1
 
     def make_projections(self, config):
         key_value_size = self.num_heads // self.num_key_value_groups * self.head_dim
@@ -151,19 +150,15 @@ class MoHLlamaAttention(nn.Module):
 
     def route(self, hidden_states, query):
         """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
-        num_heads = self.num_heads
-        if self.router is not None and self.config.routing != "query_norm":
+        if self.router is None:
+            always_on = torch.arange(self.num_heads, device=query.device) < self.num_shared + self.num_active
+            selected = always_on.expand(*query.shape[:-2], self.num_heads)
+            return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)
+        if not self.router.form.reads_queries:
             return self.router(hidden_states)
-        if self.config.head_selection == "mixture" and self.num_shared < num_heads:
-            if query.shape[-2] < num_heads:
-                raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
-            size = self.config.heads_per_expert
-            more = {} if self.router is None else {"biased": self.router}
-            shared, active = self.num_shared // size, self.num_active // size
-            return query_norm_routing(query, shared, active, size, self.in_bf16, **more)
-        always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
-        selected = always_on.expand(*query.shape[:-2], num_heads)
-        return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)
+        if query.shape[-2] < self.num_heads:
+            raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
+        return self.router(query)
 
     def forward(
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
@@ -180,7 +175,7 @@ class MoHLlamaAttention(nn.Module):
             query, key = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)  # [b, h, s, head_dim]
             value = values.transpose(1, 2)
             if self.rotary:
-                query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+                query, key = (self.rotary.apply_rotary(x, position_embeddings) for x in (query, key))
         gates, selected, scores = self.route(hidden_states, queries)
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
         # transformers 4 finds the slots of a static cache by cache_position
@@ -254,7 +249,7 @@ class MoHLlamaLatentAttention(MoHLlamaAttention):
         latent, key = self.kv_a_proj_with_mqa(hidden_states).split((self.latent_dim, self.turning_dim), -1)
         query, key = queries.transpose(1, 2), key.unsqueeze(1)
         if self.rotary:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+            query, key = (self.rotary.apply_rotary(x, position_embeddings) for x in (query, key))
         return queries, query, key, self.kv_a_layernorm(latent).unsqueeze(1)
 
     def expand(self, key, value):
@@ -275,23 +270,23 @@ class MoHLlamaUnevenAttention(MoHLlamaAttention):
 
     def project(self, hidden_states, position_embeddings, position_ids):
         """Queries, padded [b, s, h, e]; and queries, keys and values [b, h, s, e] at their positions."""
-        widths, wide, tables = self.config.head_dims, self.head_dim, {}
-        if self.rotary:
-            tables = {width: rotary_table(self.config, width, hidden_states, position_ids) for width in {*widths}}
+        widths, wide, turns = self.config.head_dims, self.head_dim, {}
+        for width in {*widths} if self.rotary is not None else ():
+            rotary = rotary_of(self.config, width)
+            table = rotary_table(rotary, hidden_states, position_ids)
+            turns[width] = functools.partial(rotary.apply_rotary, table=table)
 
-        def padded(heads, turned=False, scaled=False):
-            placed = []
-            for head in heads:
-                width = head.shape[-1]
-                head = rotate(head.unsqueeze(1), *tables[width]).squeeze(1) if turned and self.rotary else head
-                placed.append(F.pad(head * ((wide / width) ** 0.5 if scaled else 1), (0, wide - width)))
-            return torch.stack(placed, 1)
+        def turned(head):
+            return turns[head.shape[-1]](head.unsqueeze(1)).squeeze(1) if turns else head
+
+        def padded(heads):
+            return torch.stack([F.pad(head, (0, wide - head.shape[-1])) for head in heads], 1)
 
         query, key, value = (
             project(hidden_states).split(widths, -1) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        given = padded(query).transpose(1, 2)
-        return given, padded(query, True, scaled=True), padded(key, True), padded(value)  # scores are over sqrt(e)
+        scaled = [turned(head) * (wide / head.shape[-1]) ** 0.5 for head in query]  # scores are over sqrt(e)
+        return padded(query).transpose(1, 2), padded(scaled), padded(map(turned, key)), padded(value)
 
     def expand(self, key, value):
         return key, value

@@ -1,0 +1,335 @@
+"""Tokenizers of Hugging Face: ids, control tokens, and the tokens at the ends of documents."""
+
+import hashlib
+import io
+import json
+import shutil
+import sys
+from contextlib import redirect_stdout
+
+import numpy as np
+import pytest
+
+from data_prep.encoding import Options, Tokenizer
+from data_prep.output import check_model_file
+from moh_lm.config import ConfigError, DataConfig
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel
+from moh_lm.data.shards import ShardError, read_manifest
+from tests.data_prep.test_encoding import PARTS, nasty_texts, small_ranks
+from tests.tokenizing import (
+    TEXTS,
+    hugging_face_tokenizer,
+    json_lines,
+    llama_3_vocabulary,
+    shards,
+    tokenize,
+    train_model,
+)
+from tools import inspect_data
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def change(path, **values):
+    """Set keys of a JSON file, which is made if it is not there."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **values}))
+
+
+def add_tokens(directory, *tokens, special=False):
+    """Add tokens to a tokenizer; a text that has one becomes its id, unless it is special."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False) for token in tokens])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_ids_are_those_of_transformers(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = hugging_face_tokenizer(tmp_path / "hf", kind)
+    ours, theirs = Tokenizer(str(directory)), transformers.AutoTokenizer.from_pretrained(directory)
+    for text in [*nasty_texts(), *PARTS, *TEXTS, ""]:
+        expected = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ours.encode(text).tolist() == [*expected, 2]
+        assert 2 not in expected and 1 not in expected
+
+
+def test_a_data_directory_keeps_the_tokenizer_that_made_it(tmp_path):
+    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.jsonl", no_shuffle=True)
+    (shard,) = shards(tmp_path / "out", "a")
+    recorded = shard.sidecar["tokenizer"]
+    assert recorded["sha256"] == hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+    assert (recorded["vocab_size"], recorded["eos_id"]) == (300, 2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (directory / name).read_bytes()
+    data = DataConfig(str(tmp_path / "out"), (), 0.0)
+    dataset = Dataset.open(data, seq_length=16, seed=7, vocab_size=300)
+    assert dataset.tokenizer_path == tmp_path / "out/tokenizer.json"
+    with redirect_stdout(io.StringIO()) as stdout:
+        assert inspect_data.main([str(tmp_path / "out"), "--json", "--document", *(f"a:{n}" for n in range(7))]) == 0
+    assert [document["text"] for document in json.loads(stdout.getvalue())["documents"]] == TEXTS
+    config = directory / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("</s>", "<s>"))
+    _, stderr = tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.jsonl", no_shuffle=True, code=2)
+    assert "was made with another tokenizer" in stderr
+    tokenize(tmp_path / "out", tmp_path / "again", f"a={tmp_path}/a.jsonl", no_shuffle=True)
+    assert shards(tmp_path / "again", "a")[0].sidecar["bin"] == shard.sidecar["bin"]
+
+
+def test_a_directory_stands_for_its_tokenizer_model(tmp_path):
+    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    train_model(directory)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    cases = [
+        (directory, {"tokenizer.model"}),
+        (directory / "tokenizer.json", {"tokenizer.json", "tokenizer_config.json"}),
+    ]
+    for given, names in cases:
+        tokenize(given, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+        assert {path.name for path in (tmp_path / "out").glob("tokenizer*")} == names
+        shutil.rmtree(tmp_path / "out/a")
+
+
+def test_files_of_another_tokenizer_are_not_replaced(tmp_path, capsys):
+    directory, model = hugging_face_tokenizer(tmp_path / "hf", "bytes"), train_model(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(AssertionError, match="hf: has tokenizer.json, of another tokenizer"):
+        tokenize(model, directory, f"a={tmp_path}/a.jsonl")
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+    with pytest.raises(ConfigError, match="out/tokenizer.model: is the tokenizer of the shards in its directory"):
+        check_model_file(tmp_path / "out/tokenizer.model")
+
+
+def test_what_is_no_usable_tokenizer_is_refused(tmp_path, monkeypatch):
+    config = hugging_face_tokenizer(tmp_path / "hf", "bytes") / "tokenizer_config.json"
+    model = tmp_path / "hf/tokenizer.json"
+    unigram = (hugging_face_tokenizer(tmp_path / "unigram", "unigram") / "tokenizer.json").read_text()
+    mistakes = [
+        (config, "{}", "no end-of-sequence"),
+        (config, '{"eos_token": "<other>"}', "no end-of-sequence"),
+        (config, "{", "not a tokenizer of Hugging Face"),
+        (model, "{}", "not a tokenizer of Hugging Face"),
+        (model, unigram, "would end there"),
+    ]
+    for path, text, words in mistakes:
+        before = path.read_text()
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            Tokenizer(str(tmp_path / "hf"))
+        path.write_text(before)
+    (tmp_path / "hf/other.json").write_text(unigram)
+    with pytest.raises(ConfigError, match="other.json: the files of a tokenizer of Hugging Face are named tokenizer"):
+        Tokenizer(str(tmp_path / "hf/other.json"))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match="pip install tokenizers"):
+        Tokenizer(str(tmp_path / "hf"))
+    config.unlink()
+    with pytest.raises(ConfigError, match="no such file as .*tokenizer_config.json"):
+        Tokenizer(str(tmp_path / "hf"))
+
+
+# --- Control tokens, and tokens that differ each time ---
+
+
+NAMED = {
+    "eos_token": {"eos_token": "[X]"},
+    "bos_token, an object": {"bos_token": {"content": "[X]", "special": False}},
+    "additional tokens": {"additional_special_tokens": ["[Y]", "[X]"]},
+    "extra tokens": {"extra_special_tokens": {"image": "[X]"}},
+    "decoder": {"added_tokens_decoder": {"300": {"content": "[X]", "special": True}}},
+    "map": {},
+    "template": {"chat_template": "{{ '[X]' + messages[0].content }}"},
+    "template file": {},
+}
+
+
+@pytest.mark.parametrize("place", NAMED)
+def test_a_control_token_that_is_not_called_special_stays_text(place, tmp_path):
+    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    add_tokens(directory, "[X]", "[Y]", "  ")
+    text = "a [X]b  c[X]"
+    assert Tokenizer(str(directory)).encode(text).tolist().count(300) == 2  # nothing says that it is for control
+    change(directory / "tokenizer_config.json", **NAMED[place])
+    if place == "map":
+        change(directory / "special_tokens_map.json", pad_token="[X]")
+    elif place == "template file":
+        (directory / "chat_template.jinja").write_text("[X]{{ messages }}")
+    model = Tokenizer(str(directory)).model
+    ids = model.encode(text).tolist()
+    assert 300 not in ids and 302 in ids  # spaces are text
+    assert model.decode(ids) == text
+
+
+@pytest.mark.parametrize("token", ["<|user|>", "<｜User｜>", "<s>", "[MASK]", "<bos>"])
+def test_what_looks_like_a_control_token_stays_text(token, tmp_path):
+    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    add_tokens(directory, token, "<h1>", "<think>")
+    content = json.loads((directory / "tokenizer.json").read_text())
+    added = [{**entry, "special": False} for entry in content["added_tokens"]]
+    change(directory / "tokenizer.json", added_tokens=added, post_processor=None)
+    model = Tokenizer(str(directory)).model
+    ids = model.encode(f"a {token} b <h1>").tolist()
+    assert model.number(token) not in ids and model.number("<h1>") in ids
+    assert model.decode(ids) == f"a {token} b <h1>"
+
+
+def test_named_tokens_are_told_as_transformers_tells_them(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    add_tokens(directory, "[X]", "<h1>")
+    change(directory / "tokenizer_config.json", bos_token="[X]", additional_special_tokens=["<s>"])
+    ours, theirs = Tokenizer(str(directory)), transformers.AutoTokenizer.from_pretrained(directory)
+    for text in ("a [X] b<s><h1></s>", "[X][X]"):
+        expected = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ours.encode(text).tolist() == [*expected, 2]
+
+
+def test_bpe_dropout_is_refused_for_data_and_else_switched_off(tmp_path):
+    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    text, path = "The quick brown fox jumps over the lazy dog. " * 9, directory / "tokenizer.json"
+    expected = Tokenizer(str(directory)).encode(text)
+    model = json.loads(path.read_text())["model"]
+    change(path, model={**model, "dropout": 0.5}, truncation=None, padding=None)
+    drawn = tokenizers.Tokenizer.from_file(str(path))
+    assert len({tuple(drawn.encode(text).ids) for _ in range(9)}) > 1
+    with pytest.raises(ConfigError, match='with BPE dropout 0.5; write "dropout": null in tokenizer.json'):
+        Tokenizer(str(directory))
+    assert HuggingFaceModel(directory).encode(text).tolist() == expected[:-1].tolist()
+    for harmless in (None, 0.0):
+        change(path, model={**model, "dropout": harmless})
+        assert Tokenizer(str(directory)).encode(text).tolist() == expected.tolist()
+
+
+# --- The ends of documents ---
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+HEADERS = "<|start_header_id|>{{ messages }}<|eot_id|><|eom_id|>"
+MODELS = {  # as the files of that model are: added tokens, eos_token, template, ids of config.json and of generation
+    "Qwen2.5": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>", CHATML, 300, 300),
+    "Qwen2.5-Instruct": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>", CHATML, 302, [302, 300]),
+    "Llama-3.1": (["<|end_of_text|>", "<|eot_id|>"], "<|end_of_text|>", "", 300, 300),
+    "Llama-3.1-Instruct": (["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "<|eot_id|>", HEADERS, [300, 301, 302],
+                           [300, 301, 302]),
+    "SmolLM2-Instruct": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>", CHATML, 302, 302),
+    "ChatML of Llama-2": (["<|im_start|>", "<|im_end|>"], "<|im_end|>", CHATML, 301, 301),
+    "Mistral-Instruct": ([], "</s>", "[INST]{{ messages }}</s>", 2, 2),
+    "without eos_token": (["<|endoftext|>"], None, CHATML, 300, None),
+}  # fmt: skip
+ENDS = ["<|endoftext|>"] * 2 + ["<|end_of_text|>"] * 2 + ["<|endoftext|>", "</s>", "</s>", "<|endoftext|>"]
+
+
+def model_directory(directory, name):
+    """A directory of a model of Hugging Face but for its weights."""
+    tokens, eos, template, ids, more = MODELS[name]
+    hugging_face_tokenizer(directory, "bytes")
+    add_tokens(directory, *tokens, special=True)
+    change(directory / "tokenizer_config.json", eos_token=eos, chat_template=template, bos_token="<s>")
+    change(directory / "config.json", model_type="llama", eos_token_id=ids)
+    change(directory / "generation_config.json", eos_token_id=more)
+    return directory
+
+
+@pytest.mark.parametrize(("name", "end"), [*zip(MODELS, ENDS, strict=True)])
+def test_documents_end_as_the_model_was_pretrained(name, end, tmp_path):
+    tokenizer = Tokenizer(str(model_directory(tmp_path / "hf", name)))
+    assert tokenizer.model.id_to_piece(tokenizer.eos_id) == end
+    assert tokenizer.ends().startswith(f"documents end with {end} (id {tokenizer.eos_id})")
+    assert tokenizer.ends().endswith("before them (--bos puts <s> (id 1) there, as transformers does)")
+    chat = MODELS[name][1]
+    assert (f", since {chat} ends a turn" in tokenizer.ends()) == (chat not in (None, end))
+
+
+def test_without_a_model_beside_it_the_eos_token_ends_documents(tmp_path):
+    directory = model_directory(tmp_path / "hf", "Qwen2.5-Instruct")
+    for name in ("config.json", "generation_config.json"):
+        (directory / name).unlink()
+    assert Tokenizer(str(directory)).eos_id == 302
+    change(directory / "config.json", hidden_size=64)  # of a run, in a checkpoint
+    assert Tokenizer(str(directory)).eos_id == 302
+
+
+def test_a_data_directory_knows_the_end_of_its_documents(tmp_path):
+    directory = model_directory(tmp_path / "hf", "Qwen2.5-Instruct")
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    source = f"a={tmp_path}/a.jsonl"
+    stdout, _ = tokenize(directory, tmp_path / "out", source)
+    assert "documents end with <|endoftext|> (id 300), since <|im_end|> ends a turn in chats of this model" in stdout
+    (shard,) = shards(tmp_path / "out", "a")
+    assert shard.read(shard.num_tokens - 1, 1).tolist() == [300]
+    config = tmp_path / "out/tokenizer_config.json"
+    before = json.loads((directory / "tokenizer_config.json").read_text())
+    assert json.loads(config.read_text()) == {**before, DOCUMENT_END: "<|endoftext|>"}
+    assert read_manifest(tmp_path / "out")["tokenizer"]["eos_id"] == 300
+    assert HuggingFaceModel(tmp_path / "out").eos_id() == 300
+    for tokenizer in (directory, tmp_path / "out"):
+        assert "1 of them complete already" in tokenize(tokenizer, tmp_path / "out", source)[0]
+    change(config, **{DOCUMENT_END: "<|im_end|>"})
+    with pytest.raises(ShardError, match="documents end with id 300, and not with '<|im_end|>', id 302; restore it"):
+        read_manifest(tmp_path / "out")
+
+
+def test_another_end_in_the_model_beside_a_tokenizer_is_said(tmp_path):
+    train_model(tmp_path)
+    change(tmp_path / "config.json", eos_token_id=[32_000, 32_007])
+    said = Tokenizer(str(tmp_path)).ends()
+    assert "end with </s> (id 2), but the config.json beside the tokenizer ends a text with id" in said
+    assert "id 32000, 32007; nothing is put before them (--bos puts <s> (id 1) there)" in said
+    change(tmp_path / "config.json", eos_token_id=[2, 32_007])
+    assert "config.json" not in Tokenizer(str(tmp_path)).ends()
+    for damage in ("[" * 100_000, "[]"):
+        (tmp_path / "config.json").write_text(damage)
+        with pytest.raises(ConfigError, match=r"config\.json: cannot be read .*; fix it, or copy the tok"):
+            Tokenizer(str(tmp_path)).ends()
+
+
+def three_tokenizers(directory):
+    """(path, id of BOS, id of EOS) of a tokenizer of each kind."""
+    pytest.importorskip("tiktoken")
+    for name in ("sp", "llama"):
+        (directory / name).mkdir()
+    yield train_model(directory / "sp"), 1, 2
+    yield llama_3_vocabulary(directory / "llama/tokenizer.model", small_ranks()), 128_000, 128_001
+    yield model_directory(directory / "hf", "Mistral-Instruct"), 1, 2
+
+
+def test_with_bos_every_document_begins_with_it(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines([*TEXTS, "<s> as text"]))
+    for number, (path, bos, eos) in enumerate(three_tokenizers(tmp_path)):
+        output = tmp_path / f"out-{number}"
+        stdout, _ = tokenize(path, output, f"a={tmp_path}/a.jsonl", bos=True, no_shuffle=True)
+        assert f"(id {eos}) and begin with {Tokenizer(str(path)).model.id_to_piece(bos)} (id {bos})\n" in stdout
+        (shard,) = shards(output, "a")
+        plain = list(Tokenizer(str(path)).encode_all([*TEXTS, "<s> as text"]))
+        expected = np.concatenate([part for ids in plain for part in ([bos], ids)])
+        assert shard.read(0, shard.num_tokens).tolist() == expected.tolist()
+        assert shard.num_documents == len(TEXTS) + 1 and expected.tolist().count(bos) == shard.num_documents
+        assert shard.sidecar["tokenizer"]["bos_id"] == read_manifest(output)["tokenizer"]["bos_id"] == bos
+        again, _ = tokenize(path, output, f"a={tmp_path}/a.jsonl", bos=True, no_shuffle=True)
+        assert "1 of them complete already" in again
+        _, stderr = tokenize(path, output, f"a={tmp_path}/a.jsonl", no_shuffle=True, code=2)
+        assert f"with end-of-sequence id {eos} after each and {bos} before; --tokenizer has" in stderr
+
+
+def test_without_bos_shards_have_the_names_that_they_had(tmp_path):
+    """The name of a unit holds these facts: shards of earlier versions would be made again."""
+    path = train_model(tmp_path)
+    tokenizer = Tokenizer(str(path))
+    assert tokenizer.identity == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert tokenizer.description.keys() == {"sha256", "vocab_size", "eos_id", "engine"}
+    assert Options().facts() == {"text_key": "text", "shuffle": True}
+
+
+def test_a_bos_that_the_tokenizer_lacks_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    _, stderr = tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.txt", bos=True, code=2)
+    assert "hf: has no beginning-of-sequence token; leave --bos out" in stderr
+    change(directory / "tokenizer_config.json", bos_token="<s>")
+    stdout, _ = tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.txt", bos=True)
+    assert "begin with <s> (id 1)" in stdout
