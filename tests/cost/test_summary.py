@@ -120,7 +120,7 @@ def test_a_dry_run_says_what_other_devices_would_do(dry_run):
 
 
 @pytest.mark.parametrize("name, room", [("A100", "80.00"), ("NVIDIA H100 NVL", "94.00"), ("L40S", "48.00")])
-def test_a_plan_is_held_against_the_memory_of_the_device_that_is_named(name, room, dry_run):
+def test_a_plan_is_held_against_the_memory_of_a_named_device(name, room, dry_run):
     code, page = dry_run(*PLAN, "--hidden-size", "65536", "--device-name", name)
     assert code == 0 and f"per rank, and a GPU has {room} GiB" in " ".join(page.split())
 
