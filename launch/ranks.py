@@ -10,18 +10,22 @@ A launcher for several nodes has to get Ctrl-C, to pass it on. It knows no hang-
 
 import os
 import re
+import secrets
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 
-if "--help" in sys.argv:  # at once, without a launcher
+given = {word.split("=")[0] for word in sys.argv}
+if "--help" in given or {"--dry-run", "--devices"} <= given:  # at once, without a launcher and its devices
     os.execvpe("bash", ["bash", *sys.argv[1:]], os.environ | {"RANK_PYTHON": sys.executable})
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the launcher is imported: no traceback
 
 from deepspeed.launcher import runner  # noqa: E402
+
+SECRET = "MOH_LM_SECRET"  # of this launch: moh_lm/supervise/secret.py
 
 
 class PDSHRunner(runner.PDSHRunner):
@@ -33,6 +37,7 @@ class PDSHRunner(runner.PDSHRunner):
     def __init__(self, args, world_info):
         super().__init__(args, world_info)
         self.user_script = quoted(args.user_script)
+        self.add_export(SECRET, os.environ.get(SECRET, secrets.token_hex(16)))
 
     def parse_user_args(self):
         return [quoted(word) for word in self.args.user_args]

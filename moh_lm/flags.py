@@ -14,7 +14,8 @@ import yaml
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, flag, raise_any, walk
-from moh_lm.units import duration, integer, quantity, real, words, wrapped
+from moh_lm.cost.devices import device_name
+from moh_lm.units import at_least, duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
 
@@ -42,8 +43,10 @@ def parse_flags(parser, arguments, config_type=Config):
             except ValueError as error:
                 shown = texts if isinstance(texts, str) else " ".join(texts)
                 problems.append(f"{flag(entry.name)} {shown}: {error}")
-    if getattr(namespace, "save_config", None) and not namespace.dry_run:
-        problems.append(f"--save-config {namespace.save_config}: goes with --dry-run; add it")
+    for name in ("save_config", "devices", "device_name"):
+        value = getattr(namespace, name, None)
+        if value and not namespace.dry_run:
+            problems.append(f"{flag(name)} {getattr(value, 'name', value)}: goes with --dry-run; add it")
     if config_type.scripts_have_sizes and namespace.preset and getattr(namespace, "script", None):
         advice = "use it with python -m moh_lm.pretrain"
         problems.append(f"--preset {namespace.preset}: {namespace.script} has its sizes; {advice}")
@@ -126,6 +129,10 @@ def make_parser(config_type=Config):
     add_config_flags(parser, config_type)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
     parser.add_argument("--save-config", metavar="FILE.yaml", help="of --dry-run: write the flags there, for --config")
+    help_of_devices = "of --dry-run: say what so many devices would do (default: those that were started)"
+    parser.add_argument("--devices", type=at_least(1), metavar="N", help=help_of_devices)
+    help_of_name = "of --dry-run: say it for these GPUs, such as H100, on a machine without any"
+    parser.add_argument("--device-name", type=device_name, metavar="NAME", help=help_of_name)
     parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)

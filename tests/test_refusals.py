@@ -85,6 +85,10 @@ REFUSALS = {  # flags: what the one line has to name
     "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
     "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
+    "--devices 64": ("--devices 64: goes with --dry-run",),
+    "--device-name H100": ("--device-name H100: goes with --dry-run",),
+    "--devices 0 --dry-run": ("--devices 0: must be 1 or above",),
+    "--device-name RTX-9 --dry-run": ("--device-name RTX-9: is not known", "H100"),
     "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
     "--num-shared-heads 11 --num-active-routed-heads 2": ("--num-active-routed-heads 2", "must be 1: ", "leaves 1 of"),
 }

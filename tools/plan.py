@@ -6,7 +6,8 @@ For every legal combination of tensor, pipeline, context and data parallelism, Z
 micro-batches of 1, 2, 4, ... 64 sequences, it takes the memory of the fullest rank (moh_lm/cost/memory.py) and
 estimates the seconds of a step:
 
-    compute    the micro-batches on the slowest stage at --efficiency of the peak; a third more with recomputation
+    compute    the micro-batches on the slowest stage at --efficiency of the peak, but none faster than the host starts
+               the kernels of its layers (moh_lm/cost/time.py); a third more with recomputation
     bubble     the pp - 1 micro-batches during which a stage waits
     tensor     gathers and scatters of activations: eight per layer, twelve with recomputation
     context    queries, keys, values and outputs of attention, exchanged and back; again with recomputation
@@ -32,12 +33,13 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import BUDGETS, Config, ConfigError, raise_any
+from moh_lm.cost.devices import EFFICIENCY
 from moh_lm.flags import add_config_flags, config_of, parse_flags
 from moh_lm.units import above_0, at_least, share, short, wrapped
 
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600
-DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def main(texts):
@@ -52,8 +54,8 @@ def parse_arguments(texts):
     machine("--gpus-per-node", type=at_least(1), metavar="N", default=8, help="GPUs in one machine (default: 8)")
     machine("--gpu-memory", type=above_0, metavar="GIB", default=80, help="of each GPU (default: 80)")
     machine("--gpu-tflops", type=above_0, metavar="X", default=989, help="dense bf16 peak (default: 989, an H100)")
-    machine("--efficiency", type=share, metavar="X", default=0.45, help="share of the peak that the matrices reach "
-            "(default: 0.45)")  # fmt: skip
+    machine("--efficiency", type=share, metavar="X", default=EFFICIENCY, help="share of the peak that the matrices "
+            "reach (default: %(default)s, as measured on an H200)")  # fmt: skip
     bandwidth = {"type": above_0, "metavar": "GB/s"}
     machine("--intra-node", **bandwidth, default=300, help="of each GPU inside a node (default: 300)")
     machine("--inter-node", **bandwidth, default=40, help="of each GPU between nodes (default: 40)")
@@ -124,6 +126,7 @@ def make_plan(config, machine):
     """The figures of one layout."""
     from moh_lm.cost.flops import flops_per_token
     from moh_lm.cost.memory import memory_estimate
+    from moh_lm.cost.time import step_seconds
 
     parallel, run, gpus = config.parallel, config.run, machine.gpus
     memory = {part: size / 2**30 for part, size in memory_estimate(config, gpus).items()}
@@ -150,50 +153,6 @@ def make_plan(config, machine):
     }
 
 
-def step_seconds(config, machine):
-    """Seconds of a step by part."""
-    import numpy as np
-
-    from moh_lm.cost.flops import flops_per_token
-    from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
-    from moh_lm.training.muon import muon_flops
-
-    model, run, parallel = config.model, config.run, config.parallel
-    tp, pp, cp = (getattr(parallel, degree) for degree in DEGREES)
-    dp = config.data_parallel_size(machine.gpus) * cp  # gradients are summed over both
-    micro_batches = config.gradient_accumulation_steps(machine.gpus)
-    width = 2 if run.precision == "bf16" else 4
-    tokens = run.micro_batch_size * run.seq_length // cp
-    compute_share, parameter_share, layers = stage_shares(model, run.seq_length, pp)
-
-    def bandwidth(ranks_spanned):
-        return 1e9 * (machine.intra_node if ranks_spanned <= machine.gpus_per_node else machine.inter_node)
-
-    flops = flops_per_token(model, run.seq_length)["dense"] * (4 / 3 if run.recompute else 1)
-    micro_batch = flops * tokens * compute_share / tp / (machine.gpu_tflops * 1e12 * machine.efficiency)
-    activation = width * tokens * model.hidden_size
-    gathers = (12 if run.recompute else 8) * layers
-    heads, keys = np.mean(model.head_counts), np.mean(exchanged(model, tp, cp).num_key_value_heads)
-    features = float(heads + keys) * (model.query_dim + model.head_dim)  # of queries, keys, values and outputs
-    moved = (3 if run.recompute else 2) * layers * width * tokens * features / tp
-    weights = parameter_counts(model)["total"] * parameter_share / tp
-    sums = micro_batches if parallel.zero_stage > 1 else 1
-    gathered = (3 if run.recompute else 2) * micro_batches if parallel.zero_stage == 3 else 1
-    gradient_bytes = (1 if parallel.zero_stage > 1 else 2) * 4 * weights * sums
-    work, sent = muon_flops(model, config.optimizer.muon_split), 2 * 4 * layers * layer_matrices(model) / tp
-    muon = (work["whole"] + work["blocks"] / tp) * layers / dp / (machine.gpu_tflops * 1e12 * machine.efficiency)
-    muon += sent * (dp - 1) / dp / bandwidth(tp * dp)
-    return {
-        "compute": micro_batch * micro_batches,
-        "bubble": micro_batch * (pp - 1),
-        "tensor": gathers * micro_batches * activation * (tp - 1) / tp / bandwidth(tp),
-        "context": moved * micro_batches * (cp - 1) / cp / bandwidth(tp * cp),
-        "data": (gradient_bytes + width * weights * gathered) * (dp - 1) / dp / bandwidth(tp * dp),
-        "muon": muon if config.optimizer.optimizer == "muon" else 0.0,
-        "pipeline": (pp > 1) * 2 * micro_batches * activation / tp / bandwidth(tp * dp * pp),
-    }
-
-
 def show_json(config, machine, plans):
     from moh_lm.cost.flops import flops_per_token
     from moh_lm.cost.memory import cache_bytes, parameter_counts
@@ -211,6 +170,7 @@ def show_json(config, machine, plans):
 def show_table(config, machine, plans):
     from moh_lm.cost.memory import parameter_counts
     from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
+    from moh_lm.cost.time import assumptions
 
     counts, width = parameter_counts(config.model), 2 if config.run.precision == "bf16" else 4
     fitting = [plan for plan in plans if plan["fits"]]
@@ -229,6 +189,7 @@ def show_table(config, machine, plans):
             f"{'yes' if plan['recompute'] else 'no':>10}{plan['memory_gib']:>7.1f}{' ' if plan['fits'] else '!'}"
             f"{plan['seconds_per_step']:>7.2f}{plan['tokens_per_second_per_gpu']:>11,.0f}{plan['mfu']:>7.1%}{days:>8}"
         )
+    print(wrapped(f"estimate   {assumptions(machine)}"))
     if fitting and fitting[0]["days"] is not None:
         print(f"time       {describe_cost(config.run, fitting[0]['days'] * DAY, machine.gpus)} for the first")
 

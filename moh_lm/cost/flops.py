@@ -1,22 +1,13 @@
 """FLOPs of training on one token, and what a device can do of them: their ratio is the MFU."""
 
-import re
-
 import torch
 
 from moh_lm.build import build_model
+from moh_lm.cost.devices import known_device
 from moh_lm.cost.layers import head_products, layer_products
 from moh_lm.model.matrices import is_block_matrix
 
-LIKELY_MFU = 0.4  # of a large model on fast GPUs; assumed where a run is planned
 BACKWARD = 2  # a backward pass multiplies every matrix twice
-
-# Dense bf16 TFLOPS by the end of a word of the name, the first that fits; from the vendors' data sheets. H800 PCIe:
-# that of the H100 PCIe, whose 114 SMs and clock it has; Luo et al. (arXiv:2402.13499) measure 729 on it.
-PEAK_TFLOPS = {
-    "B200": 2250, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800 PCIe": 756,
-    "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "A40": 150, "A10G": 70, "MI300X": 1307,
-}
 
 
 def flops_per_token(model, seq_length, measured=None):
@@ -51,5 +42,5 @@ def peak_flops(run, device):
         return run.peak_tflops * 1e12
     if device.type != "cuda" or run.precision != "bf16":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if re.search(rf"{part}\b", name)), None)
+    known = known_device(torch.cuda.get_device_name(device))
+    return known and known.tflops * 1e12

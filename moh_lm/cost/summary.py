@@ -8,27 +8,30 @@ import torch
 from moh_lm.build import layer_backends
 from moh_lm.config import walk
 from moh_lm.cost.attention import describe_kv
-from moh_lm.cost.flops import LIKELY_MFU, flops_per_token, peak_flops
+from moh_lm.cost.devices import Machine
+from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
+from moh_lm.cost.time import assumptions, step_seconds
 from moh_lm.kernels.measured import machine, measurement
 from moh_lm.units import by_layer, gibibytes, listing, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
 
 
-def describe_run(config, dataset, world_size):
-    """Lines that say what the run is, from the model to the time. dataset: None if there is no data yet."""
+def describe_run(config, dataset, world_size, device=None):
+    """Lines that say what the run is, from the model to the time. dataset: None if there is no data yet. device: the
+    ``Device`` that it is for, by default that of this machine."""
     lines = [
         *describe_model(config.model),
         *describe_warmup(config),
-        *describe_attention(config),
+        *describe_attention(config, device),
         *describe_batches(config),
         *describe_data(config, dataset),
         describe_layout(config, world_size),
         *describe_memory(config, world_size),
         f"cache      {describe_cache(config.model, config.run.seq_length, 2 if config.run.precision == 'bf16' else 4)}",
         f"FLOPs      {describe_flops(config)}",
-        f"time       {describe_time(config, world_size)}",
+        f"time       {describe_time(config, world_size, device)}",
     ]
     return list(map(wrapped, lines))
 
@@ -144,11 +147,18 @@ def routing_facts(model):
         yield f"bias of rate {heads.load_balance_bias_rate:g}"
 
 
-def describe_attention(config):
-    """What ``auto`` chooses on the machine at hand; and, where it cannot know, how it can learn."""
+def describe_attention(config, named=None):
+    """What ``auto`` chooses on the machine at hand; and, where it cannot know, how it can learn.
+
+    named: the ``Device`` that the run is for, which need not be here.
+    """
     run, model = config.run, config.model
     always_dense = model.heads.head_selection == "all" and not any(model.window)
     if always_dense or run.attention_backend != "auto":
+        return
+    if named:
+        yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense in every layer without;"
+        yield "           to make them: python benchmarks/attention.py --levels layer --save"
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
@@ -217,10 +227,12 @@ def describe_memory(config, world_size):
     yield f"memory     about {gibibytes(sum(parts.values()))} per rank (estimated): {shown}"
 
 
-def memory_warnings(config, world_size):
-    """A sentence if a rank needs more memory than the GPU of this machine has, or without one the largest GPU."""
+def memory_warnings(config, world_size, device=None):
+    """A sentence if a rank needs more memory than ``device`` has, or the GPU of this machine, or else the largest."""
     need, room = sum(memory_estimate(config, world_size).values()), LARGEST_GPU
-    if torch.cuda.is_available():
+    if device:
+        room = device.gib * 2**30
+    elif torch.cuda.is_available():
         room = torch.cuda.get_device_properties(0).total_memory
     if need > room:
         less = "choose --recompute or a smaller --micro-batch-size, or spread the model (tools/plan.py ranks layouts)"
@@ -237,16 +249,18 @@ def describe_flops(config):
     return f"{dense} per token with all heads, {most}{active} with the active ones{whole}"
 
 
-def describe_time(config, world_size):
-    """How long the run takes where ``LIKELY_MFU`` is reached, and what that costs."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = peak_flops(config.run, device)
+def describe_time(config, world_size, device=None):
+    """How long the run takes and what it costs, and what that assumes. device: ``Device``, by default the one here."""
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_flops(config.run, here)
+    if device and config.run.peak_tflops is None and config.run.precision == "bf16":
+        peak = device.tflops * 1e12
     if not peak:
-        return "unknown; give --peak-tflops for an estimate, or compare layouts with tools/plan.py"
-    tokens = config.run.train_iters * config.run.tokens_per_iteration
-    seconds = flops_per_token(config.model, config.run.seq_length)["dense"] * tokens / (world_size * peak * LIKELY_MFU)
-    reached = f"if {LIKELY_MFU:.0%} of {world_size} x {peak / 1e12:g} TFLOPS are reached"
-    return f"{describe_cost(config.run, seconds, world_size)}, {reached}"
+        return "unknown; give --peak-tflops or --device-name for an estimate, or compare layouts with tools/plan.py"
+    there = Machine(world_size, peak / 1e12)
+    seconds = config.run.train_iters * sum(step_seconds(config, there).values())
+    devices = f"on {world_size} device{'s' * (world_size > 1)}"
+    return f"{describe_cost(config.run, seconds, world_size)} {devices}; {assumptions(there)}"
 
 
 def describe_cost(run, seconds, world_size):

@@ -38,7 +38,7 @@ def main(given, task):
 def run_task(given, task):
     rank = int(os.environ.get("RANK", 0))
     is_alone = "RANK" not in os.environ and not given.dry_run  # a dry run says what WORLD_SIZE ranks would do
-    world_size = 1 if is_alone else int(os.environ.get("WORLD_SIZE", 1))
+    world_size = given.devices or (1 if is_alone else int(os.environ.get("WORLD_SIZE", 1)))
     code, problems, speaker, alone = COMPLETE, [], 0, False
     try:
         config, dry_run = config_of(given), given.dry_run
@@ -76,11 +76,12 @@ def run_task(given, task):
 
 def describe(task, given, config, dataset, world_size):
     """Print warnings of what is hardly meant, and what the run is; of a dry run all settings too."""
-    lines = [*idle_flags(given, config), *task.describe(config, dataset, world_size)]
+    planned = config, dataset, world_size, given.device_name
+    lines = [*idle_flags(given, config), *task.describe(*planned)]
     if given.dry_run:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
         lines = [*given.changes(), "", *lines, *describe_configuration(config)]
-    warnings = (*task.warnings(config, dataset, world_size), *contradictions(config))
+    warnings = (*task.warnings(*planned), *contradictions(config))
     shown = [wrapped(f"warning: {text}", 9) for text in warnings]
     print("\n".join([*shown, *([""] if shown else []), *lines]), flush=True)
 

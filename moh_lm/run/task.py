@@ -21,14 +21,15 @@ class Task:
     problems           (config, world_size) -> sentences for what is wrong with it
     open_data          (config, problems, dry_run) -> the configuration, whose budget is now in iterations, and its
                        ``TrainingData``, None in a dry run without data; raises ConfigError with ``problems`` and more
-    describe           (config, data, world_size) -> lines that say what the run is
+    describe           (config, data, world_size, device) -> lines that say what the run is; device: ``Device`` of
+                       --device-name, or None
     make_engine        (config, groups, device, number of sources) -> ``Engine``
     make_loader        (config, data, groups, device) -> what reads the micro-batches of a rank
     make_evaluation    (config, engine, loader, log, progress) -> a function of the step, which all ranks call together;
                        log: None on all ranks but the first; progress: is called as it goes
     flops              (model, seq_length, {layer: active heads as measured}) -> FLOPs of training for a token,
                        {"dense", "active"}
-    warnings           (config, data, world_size) -> sentences for what is hardly meant
+    warnings           (config, data, world_size, device) -> sentences for what is hardly meant
     resume_problems    (config, state of a checkpoint, {field: value} of its configuration) -> sentences for why
                        ``config`` cannot go on from it, beside what all tasks refuse
     """

@@ -94,8 +94,8 @@ class Evaluation:
                 self.log.samples(step, dict(zip(self.samples.prompts, texts, strict=True)))
 
 
-def warnings(config, dataset, world_size):
-    return [*plan_warnings(config, dataset), *memory_warnings(config, world_size)]
+def warnings(config, dataset, world_size, device=None):
+    return [*plan_warnings(config, dataset), *memory_warnings(config, world_size, device)]
 
 
 def budget_problems(config, saved, before):

@@ -15,6 +15,8 @@ from itertools import count
 
 import torch.distributed as dist
 
+from moh_lm.supervise.secret import SignedStore
+
 NEVER = timedelta(days=365)
 CONNECT_TIMEOUT = timedelta(seconds=30)
 
@@ -35,8 +37,9 @@ class LivenessCheck:
         """Wait to be called, by another rank or by ``end``, and say that this rank is there."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             for number in count(1):
-                self.waiting.wait([f"{self.rank}/{number}"], NEVER)
-                call = self.waiting.get(f"{self.rank}/{number}").decode()
+                self.waiting.store.wait([f"{self.rank}/{number}"], NEVER)
+                while (call := self.waiting.read(f"{self.rank}/{number}")) is None:  # a stranger wrote it first
+                    time.sleep(0.1)
                 if not call:
                     return
                 self.waiting.set(f"{call}/{self.rank}", "here")
@@ -54,23 +57,23 @@ class LivenessCheck:
     def call(self, seconds):
         """The same, where the store answers."""
         try:
-            if self.calling.check(["found"]):
-                return self.calling.get("found").decode()
-            call = f"call {self.calling.add('calls', 1)}"
+            if found := self.calling.read("found"):
+                return found
+            call = f"call {self.calling.store.add('calls', 1)}"
             for rank in range(len(self.hosts)):
                 self.summon(rank, call)
             deadline = time.monotonic() + seconds
             missing = list(range(len(self.hosts)))
             while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self.calling.check([f"{call}/{rank}"])]
+                missing = [rank for rank in missing if self.calling.read(f"{call}/{rank}") is None]
                 time.sleep(0.1)
             words = f"no answer from {describe(missing, self.hosts)}" if missing else ""
-            return self.calling.compare_set("found", "", words).decode() if words else ""
+            return self.calling.set_if_absent("found", words) if words else ""
         except RuntimeError:
             return self.without_store()
 
     def summon(self, rank, call):
-        number = self.calling.add(f"{rank} was called", 1)
+        number = self.calling.store.add(f"{rank} was called", 1)
         self.calling.set(f"{rank}/{number}", call)
 
     def without_store(self):
@@ -90,7 +93,7 @@ def connect(name):
     """A connection to the store of this job that no one else uses."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
-    return dist.PrefixStore(f"liveness/{name}", store)
+    return SignedStore(f"liveness/{name}", store)
 
 
 def describe(ranks, hosts):

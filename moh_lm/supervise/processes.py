@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from moh_lm.config import ConfigError
 from moh_lm.supervise.malloc import keep_freed_memory
-from moh_lm.supervise.rendezvous import RENDEZVOUS_TIMEOUT_S, RendezvousError, rendezvous_store
+from moh_lm.supervise.rendezvous import RENDEZVOUS_TIMEOUT_S, RendezvousError, rendezvous_store, stay_on_loopback
+from moh_lm.supervise.secret import SECRET, refuse_strangers
 from moh_lm.training.deepspeed import start
 from moh_lm.training.deepspeed.process_groups import set_timeout
 
@@ -46,6 +47,7 @@ def start_process_group(timeout):
     device = own_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
+        stay_on_loopback()
         join(backend, min(timeout, RENDEZVOUS_TIMEOUT_S))
         set_timeout(dist.group.WORLD, timeout)
     start.init_distributed(backend, timeout)
@@ -76,6 +78,9 @@ def join(backend, seconds):
         problem = f"rank {rank} does not reach the others ({str(error).splitlines()[0]})"
         remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/parallelism.md)"
         raise RendezvousError([f"{problem}; {remedy}"]) from error
+    if strangers := refuse_strangers(own_device()):
+        shown = ", ".join(map(str, strangers))
+        raise RendezvousError([f"{SECRET}: ranks that have another one, or are strangers: {shown}; give all the same"])
 
 
 def log_rank0(text):

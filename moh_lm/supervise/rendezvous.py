@@ -5,7 +5,9 @@ ends. It knows nothing of other machines, whose ranks would wait here for the on
 """
 
 import contextlib
+import errno
 import os
+import re
 import socket
 import time
 from datetime import timedelta
@@ -13,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moh_lm.config import ConfigError
+from moh_lm.supervise.secret import SECRET, SignedStore
 
 RENDEZVOUS_TIMEOUT_S = 600  # for all ranks to come
 REFUSAL_TIMEOUT_S = 30  # how long a rank that cannot begin stays, so that the others hear it
@@ -29,42 +32,71 @@ def rendezvous_store():
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
-    store = open_store(RENDEZVOUS_TIMEOUT_S)
-    if store.add(f"rank {rank}", 1) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # it starts ranks again
+    meeting = open_store(RENDEZVOUS_TIMEOUT_S)
+    store, here = meeting.store, f"{socket.gethostname()}, start {os.urandom(8).hex()}"
+    if meeting.set_if_absent(f"rank {rank}", here) != here and "TORCHELASTIC_RUN_ID" not in os.environ:  # it restarts
         raise RendezvousError([f"{place}: the ranks of another run meet there; {PORT_REMEDY}"])
     store.add("ranks", 1)
-    while store.add("ranks", 0) < world_size:
-        if store.check(["refused"]):
-            problem = f"{store.get('refused').decode()} cannot begin, and says why; the other ranks end"
+    while store.add("ranks", 0) < world_size or absent_ranks(meeting, world_size):
+        if refusal := meeting.read("refused"):
             wait_for_listeners(store)
-            raise RendezvousError([problem])
+            raise RendezvousError([f"{refusal} cannot begin, and says why; the other ranks end"])
         if time.monotonic() > deadline:
-            absent = [str(number) for number in range(world_size) if not store.add(f"rank {number}", 0)]
+            absent = absent_ranks(meeting, world_size)
             who = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:8])}{', ...' * (len(absent) > 8)}"
             missing = f"{len(absent)} of {world_size} ranks ({who}) have not come in {RENDEZVOUS_TIMEOUT_S} s"
-            raise RendezvousError([f"{place}: {missing}; {ASK}"])
+            other = f", or have another {SECRET}" if os.environ.get(SECRET) else ""
+            raise RendezvousError([f"{place}: {missing}{other}; {ASK}"])
         time.sleep(0.1)
     return store
 
 
+def absent_ranks(meeting, world_size):
+    """Numbers, as texts, of the ranks that have not come; a stranger can count, but not say that a rank is there."""
+    found = meeting.read_all([f"rank {number}" for number in range(world_size)])
+    return [str(number) for number, text in enumerate(found) if text is None]
+
+
+def on_one_machine():
+    """Whether all ranks are on this machine, as their launcher says."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
+    return os.environ.get("WORLD_SIZE", "1") == here
+
+
+def stay_on_loopback():
+    """Have what this process listens on be for its own machine, where all ranks are: no other can connect."""
+    name = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
+    if not on_one_machine() or name is None:
+        return
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", name)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # that of torchrun, which listens everywhere
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
 def open_store(seconds):
-    """The part of the store that belongs to this start. seconds: to wait for it. Raises RendezvousError."""
+    """The part of the store that belongs to this start, a ``SignedStore``. seconds: to wait for it.
+
+    Raises RendezvousError.
+    """
     address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
+        on_loopback = is_master and on_one_machine()
+        listener = socket.create_server(("127.0.0.1", port)).detach() if on_loopback else None
         store = dist.TCPStore(
             address, port, is_master=is_master, wait_for_workers=False, multi_tenant=True,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=seconds), master_listen_fd=listener,
         )  # fmt: skip
-    except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
+    except (dist.DistError, OSError) as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             problem = f"MASTER_PORT {port}: is taken by another program on this machine; {PORT_REMEDY}"
             raise RendezvousError([problem]) from error
         problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: rank {rank} finds no rank 0 there in {seconds} s"
         raise RendezvousError([f"{problem}; {ASK}"]) from error
     # torchrun keeps its store over a restart: ranks must not find the addresses of those before them.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return dist.PrefixStore(f"{os.environ['WORLD_SIZE']} ranks, restart {start}", store)
+    return SignedStore(f"{os.environ['WORLD_SIZE']} ranks, restart {start}", store)
 
 
 def refuse():
@@ -75,7 +107,7 @@ def refuse():
         with contextlib.suppress(ConfigError, RuntimeError):  # nobody is there
             store = open_store(REFUSAL_TIMEOUT_S)
             store.set("refused", f"rank {os.environ['RANK']} on {socket.gethostname()}")
-            wait_for_listeners(store)
+            wait_for_listeners(store.store)
 
 
 def wait_for_listeners(store):

@@ -38,7 +38,7 @@ def open_data(config, problems, dry_run):
     return config, images
 
 
-def describe(config, images, world_size):
+def describe(config, images, world_size, device=None):
     """Lines that say what the run is."""
     model, run = config.model, config.run
     with torch.device("meta"):

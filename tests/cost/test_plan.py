@@ -15,6 +15,7 @@ from moh_lm.build import build_model
 from moh_lm.checks import config_problems
 from moh_lm.cost import memory
 from moh_lm.cost.attention import attention_products
+from moh_lm.cost.devices import known_device
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.layers import layer_activation_bytes
 from moh_lm.cost.memory import (
@@ -27,6 +28,8 @@ from moh_lm.cost.memory import (
     stage_memory,
     stages,
 )
+from moh_lm.cost.summary import describe_time
+from moh_lm.cost.time import assumptions, step_seconds
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel import cross_entropy
@@ -36,6 +39,7 @@ from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.muon import muon_flops
 from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
+from tools import plan as planner
 
 ROOT = Path(__file__).resolve().parents[2]
 LLM_B = """--routing paper --num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16
@@ -344,9 +348,38 @@ def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, tensor, programs):
         assert plan["gpu_hours"] == pytest.approx(24 * plan["days"] * gpus)
         degrees = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
         keys = (*degrees, "zero_stage", "micro_batch_size", "recompute")
-        flags = [word for key in keys for word in ("--" + key.replace("_", "-"), str(plan[key]))]
-        assert config_problems(parse(text, *flags), gpus) == []
+        assert config_problems(parse(text, *flags_of(plan, keys)), gpus) == []
         assert plan["memory_gib"] == pytest.approx(sum(plan["memory_gib_by_part"].values()))
+
+
+FIRST_OF_LLM_B = ("--gpus", "64", *LLM_B.split(), "--num-shared-heads", "8")
+
+
+@pytest.mark.parametrize("more", [(), ("--compile",), ("--optimizer", "muon"), ("--recompute",)])
+def test_plan_and_dry_run_give_one_estimate(more):
+    """For the first layout, and for the slowest."""
+    machine = planner.parse_arguments([*FIRST_OF_LLM_B, *more])
+    plans = planner.rank_layouts(machine.config, machine)
+    for found in (plans[0], plans[-1]):
+        keys = (*planner.DEGREES, "zero_stage", "micro_batch_size", "recompute")
+        config = parse(" ".join(FIRST_OF_LLM_B[2:]), *more, *flags_of(found, keys))
+        said = describe_time(config, 64, known_device("H100"))
+        hours = f"{found['gpu_hours']:,.1f} GPU-hours"
+        assert hours in said and assumptions(machine) in said
+
+
+def flags_of(found, keys):
+    return [word for key in keys for word in ("--" + key.replace("_", "-"), str(found[key]))]
+
+
+def test_a_plan_knows_that_small_micro_batches_are_slow():
+    machine = planner.parse_arguments(list(FIRST_OF_LLM_B))
+    first, *_ = planner.rank_layouts(machine.config, machine)
+    assert (first["pipeline_parallel_size"], first["tensor_parallel_size"]) == (1, 1)
+    assert first["micro_batch_size"] >= 8
+    slow = parse(" ".join(FIRST_OF_LLM_B[2:]), "--micro-batch-size", "1")
+    seconds = step_seconds(slow, machine)["compute"]
+    assert seconds == pytest.approx(2048 / 64 * 24 * 7e-3)  # micro-batches, layers, the host's time for each
 
 
 def test_the_tool_says_what_is_wrong_in_one_line():

@@ -97,14 +97,32 @@ def test_texts_are_quoted_as_a_shell_wants_them():
 
 
 def test_the_time_and_its_cost_follow_from_flops_peak_and_price(dry_run):
-    code, page = dry_run("--train-iters", "300000", "--peak-tflops", "1e-3", "--gpu-hour-price", "2.5")
+    code, page = dry_run("--train-iters", "300000", "--peak-tflops", "1e-4", "--gpu-hour-price", "2.5")
     flops = flops_per_token(parse_config(SCRIPT.split())[0].model, 16)["dense"]
     assert code == 0 and f"FLOPs      {flops:.3e} per token" in page
-    hours = flops * 300_000 * 64 / (0.4 * 1e9) / 3600
+    hours = flops * 300_000 * 64 / (0.34 * 1e8) / 3600  # slower than any host
     minutes = round(hours * 3600) // 60
     text = " ".join(page.split())
     cost = f"{hours:,.1f} GPU-hours at 2.5 = {hours * 2.5:,.2f}"
-    assert f"time {minutes // 60}h {minutes % 60:02d}m, {cost}, if 40% of 1 x 0.001 TFLOPS are reached" in text
+    days, left = divmod(minutes, 24 * 60)
+    time = f"{days}d {left // 60:02d}h" if days else f"{left // 60}h {left % 60:02d}m"
+    assert f"time {time}, {cost} on 1 device; assumes 34% of 0.0001 TFLOPS (last measured: 34% on one H200" in text
+
+
+def test_a_dry_run_says_what_other_devices_would_do(dry_run):
+    more = "--micro-batch-size 1 --batch-tokens 1K --devices 64 --device-name".split()
+    code, page = dry_run(*PLAN, *more, "h100")
+    text = " ".join(page.split())
+    assert code == 0 and "tensor 1 x pipeline 1 x data 64, ZeRO-1, bf16; 1 micro-batches of 1 sequences" in text
+    assert "on 64 devices; assumes 34% of 989 TFLOPS" in text and "attention auto: chosen on the H100" in text
+    code, page = dry_run(*PLAN, *more, "MI300X", "--tensor-parallel-size", "3")
+    assert code == 2 and "--tensor-parallel-size 3: needs a multiple of 3 processes, and 64 were started" in page
+
+
+@pytest.mark.parametrize("name, room", [("A100", "80.00"), ("NVIDIA H100 NVL", "94.00"), ("L40S", "48.00")])
+def test_a_plan_is_held_against_the_memory_of_a_named_device(name, room, dry_run):
+    code, page = dry_run(*PLAN, "--hidden-size", "65536", "--device-name", name)
+    assert code == 0 and f"per rank, and a GPU has {room} GiB" in " ".join(page.split())
 
 
 WARNINGS = {

@@ -38,7 +38,7 @@ import json, os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
 signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
 call = {"arguments": sys.argv[1:], "process": os.getpid(), "port": os.environ.get("MASTER_PORT")}
-call["path"] = os.environ.get("PYTHONPATH", "")
+call |= {"path": os.environ.get("PYTHONPATH", ""), "secret": os.environ.get("MOH_LM_SECRET", "")}
 open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
 while "--wait" in sys.argv:
     signal.pause()
@@ -199,7 +199,7 @@ def test_a_flag_reaches_the_shell_of_a_node_as_it_was_given(trainer, programs):
     assert code == 0, output
     call = call_of_rank(trainer, 0)
     assert call["arguments"][-len(WORDS):] == WORDS
-    assert call["path"].endswith("/a b/$HOME:/c")
+    assert call["path"].endswith("/a b/$HOME:/c") and len(call["secret"]) == 32
 
 
 OTHER_LAUNCHERS = """
@@ -243,6 +243,13 @@ def test_what_the_launcher_refuses_names_a_hostfile_only_if_there_is_one(trainer
     nothing = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **nothing)
     assert (code, output.count("\n")) == (2, 1) and "no GPU" in output and "HOSTFILE" not in output
+
+
+def test_a_dry_run_for_other_devices_needs_none_here(trainer):
+    flags = ["--dry-run", "--devices=64", "--device-name", "H100"]
+    code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="")
+    assert (code, output) == (0, "")
+    assert call_of_rank(trainer, 0)["arguments"][-4:] == flags
 
 
 def test_devices_that_the_launcher_cannot_read_are_named_with_the_remedy(trainer, programs):

@@ -52,6 +52,8 @@ def submit(trainer, tmp_path):
 @pytest.mark.parametrize("code, again", [(0, False), (75, True), (69, True), (1, False), (2, False), (137, False)])
 def test_a_job_queues_again_after_a_stop_or_a_hang(submit, trainer, code, again):
     assert submit(code) == again
+    secrets = {call_of_rank(trainer, rank)["secret"] for rank in (0, 1)}
+    assert len(secrets) == 1 and len(*secrets) == 32
     for rank in (0, 1):
         arguments = call_of_rank(trainer, rank)["arguments"]
         assert arguments[-4:] == [*FLAGS, str(code)] and "--hidden-size" in arguments

@@ -200,7 +200,7 @@ def test_events_of_a_kind_are_one_line_of_a_picture_however_many():
     assert 700 < len(set(places)) <= pictures.COLUMNS and places.min() == 0 and places.max() > 29_900
 
 
-def test_many_alarms_of_a_kind_are_one_row_and_the_table_ends_with_the_last():
+def test_many_alarms_of_a_kind_are_one_row_of_the_table():
     events = [{"event": "alarm", "alarm": "collapse", "step": n // 3, "layer": n % 3} for n in range(30)]
     assert page.event_rows(events) == [("", 0, "alarm", "30 events up to step 9; the last: alarm: collapse; layer: 2")]
     several = [{"event": "alarm", "alarm": str(n % 2), "step": n} for n in range(1000)]

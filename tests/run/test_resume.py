@@ -129,7 +129,7 @@ def test_another_micro_batch_of_a_balance_loss_is_recorded(data_dir, tmp_path):
     assert {len(values) for kind, _, values in state["alarms"]["history"] if kind != "throughput"} == {3}  # 4, 6 and 7
 
 
-def test_a_resume_with_another_rate_or_budget_is_an_event_and_a_line_of_the_page(data_dir, tmp_path):
+def test_a_resume_that_trains_otherwise_is_an_event_and_on_the_page(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, "--run-report", "true", "--train-iters", "4")
     run_ranks(run, 1, flags, 3)
     more = "--learning-rate 2e-3 --warmup-iters 1 --weight-decay 0.2 --gradient-clipping 0.5 --train-iters 5"

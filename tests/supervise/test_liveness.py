@@ -5,6 +5,7 @@ import os
 import torch.distributed as dist
 
 from moh_lm.supervise.liveness import LivenessCheck, describe
+from moh_lm.supervise.secret import SECRET
 from tests.distributed import free_port, run_ranks
 
 
@@ -25,6 +26,27 @@ def check_of_three_ranks(hosts):
         del store
         return first, lost.unresponsive(1)
     return second
+
+
+def check_with_a_stranger():
+    """What rank 0 finds where a stranger answers for rank 2, which is not there, and tells that rank 1 is lost."""
+    os.environ[SECRET] = "of the launch"
+    rank, hosts = dist.get_rank(), ["node1", "node2", "node3"]
+    check = LivenessCheck("test", hosts) if rank < 2 else None
+    if rank == 0:
+        for key in ("found", *(f"call {number}/2" for number in range(3)), "1/1", "0/1"):
+            check.calling.store.set(key, "" if key[1] == "/" else "here")
+    dist.barrier()
+    found = check.unresponsive(1) if rank == 0 else None
+    dist.barrier()
+    if check:
+        check.end()
+    return found
+
+
+def test_a_liveness_check_believes_no_stranger():
+    first, *_ = run_ranks(check_with_a_stranger, 3)
+    assert first == "no answer from node3 (rank 2)"
 
 
 def test_a_liveness_check_names_the_machines_that_give_no_answer():

@@ -219,7 +219,7 @@ def test_of_many_wrong_questions_some_are_named_and_all_counted(tmp_path):
     assert len(error.value.problems) < 12 and "and 32 more" in error.value.problems[-1]
 
 
-def test_a_row_without_a_right_answer_is_refused_when_the_file_is_made(data, tokenizer, tmp_path, capsys):  # noqa: F811
+def test_a_row_without_a_right_answer_is_refused_when_prepared(data, tokenizer, tmp_path, capsys):  # noqa: F811
     shutil.copytree(data, tmp_path / "data")
     path = tmp_path / "data" / "piqa" / "validation.jsonl"
     path.write_text("".join(json.dumps(json.loads(line) | {"label": -1}) + "\n" for line in path.open()))

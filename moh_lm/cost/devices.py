@@ -1,0 +1,49 @@
+"""GPUs by name, from the vendors' data sheets, and the machines that a run is estimated for."""
+
+import re
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    """tflops: dense bf16 peak, in 1e12 FLOP/s. gib: memory in GiB."""
+
+    name: str
+    tflops: float
+    gib: float
+
+
+EFFICIENCY = 0.34  # share of its peak that a GPU reaches; see moh_lm/cost/time.py
+
+# The first name that ends a word of the whole name fits. H800 PCIe: as the H100 PCIe, whose 114 SMs and clock it has;
+# Luo et al. (arXiv:2402.13499) measure 729 on it.
+DEVICES = tuple(
+    Device(*values)
+    for values in (
+        ("B200", 2250, 180), ("H200 NVL", 835, 140), ("H200", 989, 140), ("H100 PCIe", 756, 80), ("H100 NVL", 835, 94),
+        ("H100", 989, 80), ("H800 PCIe", 756, 80), ("H800", 989, 80), ("A100", 312, 80), ("A800", 312, 80),
+        ("L40S", 362, 48), ("L40", 181, 48), ("A40", 150, 48), ("A10G", 70, 24), ("MI300X", 1307, 192),
+    )
+)  # fmt: skip
+
+
+class Machine(NamedTuple):
+    """What a layout is estimated for. gpu_tflops: peak, 1e12 FLOP/s. intra_node, inter_node: GB/s of each GPU."""
+
+    gpus: int
+    gpu_tflops: float
+    efficiency: float = EFFICIENCY
+    gpus_per_node: int = 8
+    intra_node: float = 300
+    inter_node: float = 40
+
+
+def known_device(name):
+    """The ``Device`` of a GPU's name, such as "NVIDIA H100 80GB HBM3" or "h100"; None if it is not known."""
+    return next((one for one in DEVICES if re.search(rf"{one.name}\b", name, re.IGNORECASE)), None)
+
+
+def device_name(text):
+    """A reader of --device-name."""
+    if known_device(text) is None:
+        raise ValueError(f"is not known; choose one of {', '.join(one.name for one in DEVICES)}")
+    return known_device(text)

@@ -1,0 +1,74 @@
+"""How long a step takes on so many GPUs: the estimate of a dry run and of tools/plan.py.
+
+The matrices take ``efficiency`` of the peak. But no micro-batch is faster than the host, which starts every kernel of a
+layer: that is why small micro-batches are slow. tools/plan.py describes the other parts.
+
+Both figures were measured on one NVIDIA H200 (docs/benchmarks.md): a step of LLM-B, dense, on 2 x 8,192 tokens reached
+34% of the peak, one of LLM-S on 8 x 2,048 tokens 20%, or 27% with --compile. With 2 x 2,048 tokens the host needed 7 ms
+for each layer of LLM-B with routed heads, forward and backward, and at most 3.3 ms without. --compile made a step 1.35
+times as fast.
+"""
+
+import numpy as np
+
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
+from moh_lm.training.muon import muon_flops
+
+ROUTED_LAYER_S, LAYER_S, COMPILED = 7e-3, 3.3e-3, 1.35
+
+
+def assumptions(machine):
+    """What the estimate takes for granted, in words."""
+    return (
+        f"assumes {machine.efficiency:.0%} of {machine.gpu_tflops:g} TFLOPS (last measured: 34% on one H200 with "
+        f"LLM-B, 20% with LLM-S), {1e3 * ROUTED_LAYER_S:g} ms of the host for a layer with routed heads and "
+        f"{1e3 * LAYER_S:g} without, {machine.intra_node:g} GB/s in nodes of {machine.gpus_per_node} and "
+        f"{machine.inter_node:g} between them"
+    )
+
+
+def host_seconds(config, layers):
+    """Of the host, for a micro-batch of a pipeline stage with so many layers."""
+    routed = len(config.model.gated_layers()) / config.model.num_layers
+    layer = routed * ROUTED_LAYER_S + (1 - routed) * LAYER_S
+    return layers * layer * (4 / 3 if config.run.recompute else 1) / (COMPILED if config.run.compile else 1)
+
+
+def step_seconds(config, machine):
+    """Seconds of a step by part. machine: ``Machine``, or what has the same fields."""
+    model, run, parallel = config.model, config.run, config.parallel
+    tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
+    dp = config.data_parallel_size(machine.gpus) * cp  # gradients are summed over both
+    micro_batches = config.gradient_accumulation_steps(machine.gpus)
+    width = 2 if run.precision == "bf16" else 4
+    tokens = run.micro_batch_size * run.seq_length // cp
+    compute_share, parameter_share, layers = stage_shares(model, run.seq_length, pp)
+
+    def bandwidth(ranks_spanned):
+        return 1e9 * (machine.intra_node if ranks_spanned <= machine.gpus_per_node else machine.inter_node)
+
+    flops = flops_per_token(model, run.seq_length)["dense"] * (4 / 3 if run.recompute else 1)
+    speed = machine.gpu_tflops * 1e12 * machine.efficiency
+    micro_batch = max(flops * tokens * compute_share / tp / speed, host_seconds(config, layers))
+    activation = width * tokens * model.hidden_size
+    gathers = (12 if run.recompute else 8) * layers
+    heads, keys = np.mean(model.head_counts), np.mean(exchanged(model, tp, cp).num_key_value_heads)
+    features = float(heads + keys) * (model.query_dim + model.head_dim)  # of queries, keys, values and outputs
+    moved = (3 if run.recompute else 2) * layers * width * tokens * features / tp
+    weights = parameter_counts(model)["total"] * parameter_share / tp
+    sums = micro_batches if parallel.zero_stage > 1 else 1
+    gathered = (3 if run.recompute else 2) * micro_batches if parallel.zero_stage == 3 else 1
+    gradient_bytes = (1 if parallel.zero_stage > 1 else 2) * 4 * weights * sums
+    work, sent = muon_flops(model, config.optimizer.muon_split), 2 * 4 * layers * layer_matrices(model) / tp
+    muon = (work["whole"] + work["blocks"] / tp) * layers / dp / speed
+    muon += sent * (dp - 1) / dp / bandwidth(tp * dp)
+    return {
+        "compute": micro_batch * micro_batches,
+        "bubble": micro_batch * (pp - 1),
+        "tensor": gathers * micro_batches * activation * (tp - 1) / tp / bandwidth(tp),
+        "context": moved * micro_batches * (cp - 1) / cp / bandwidth(tp * cp),
+        "data": (gradient_bytes + width * weights * gathered) * (dp - 1) / dp / bandwidth(tp * dp),
+        "muon": muon if config.optimizer.optimizer == "muon" else 0.0,
+        "pipeline": (pp > 1) * 2 * micro_batches * activation / tp / bandwidth(tp * dp * pp),
+    }

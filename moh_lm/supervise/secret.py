@@ -1,0 +1,76 @@
+"""What the ranks of several machines believe: only what was written with the secret of their launch.
+
+Anybody on the network can connect to the store in which ranks meet, list its keys and change them. So a value that is
+believed carries a signature, the HMAC of its key and its text by MOH_LM_SECRET, which all ranks have and strangers do
+not. Without the variable nothing is signed and everything is believed: then the network has to be private.
+"""
+
+import hashlib
+import hmac
+import os
+
+import torch
+import torch.distributed as dist
+
+SECRET = "MOH_LM_SECRET"
+
+
+def signature(*parts):
+    return hmac.new(os.environ[SECRET].encode(), repr(parts).encode(), hashlib.sha256)
+
+
+class SignedStore:
+    """A part of a store whose texts are those of this launch. name: of the part."""
+
+    def __init__(self, name, store):
+        self.name, self.store = name, dist.PrefixStore(name, store)
+
+    def signed(self, key, text):
+        return f"{signature(self.name, key, text).hexdigest()} {text}" if os.environ.get(SECRET) else text
+
+    def believed(self, key, value):
+        """The text of a ``value``, or None if a stranger wrote it."""
+        text = value.decode(errors="replace")
+        if os.environ.get(SECRET):
+            text = text.partition(" ")[2]
+        return text if hmac.compare_digest(self.signed(key, text).encode(), value) else None
+
+    def set(self, key, text):
+        self.store.set(key, self.signed(key, text))
+
+    def set_if_absent(self, key, text):
+        """The text that ``key`` has from now on: the one before, if it was believed, or this one."""
+        value = self.store.compare_set(key, "", self.signed(key, text))
+        before = self.believed(key, value)
+        if before is None:
+            self.set(key, text)
+        return text if before is None else before
+
+    def read(self, key):
+        """The text of ``key``; None if there is none that is believed."""
+        return self.believed(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def read_all(self, keys):
+        """``read`` of each of the keys; of many that are there in one request."""
+        if self.store.check(keys):
+            return list(map(self.believed, keys, self.store.multi_get(keys)))
+        return list(map(self.read, keys))
+
+
+def refuse_strangers(device):
+    """Have every rank prove to all others that it knows the secret. Returns the ranks that do not."""
+    if not os.environ.get(SECRET):
+        return []
+    own = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8).to(device)
+    challenges = gathered(own)
+    proof = signature(dist.get_rank(), challenges.tolist()).digest()
+    proofs = gathered(torch.frombuffer(bytearray(proof), dtype=torch.uint8).to(device)).tolist()
+    expected = [list(signature(rank, challenges.tolist()).digest()) for rank in range(len(proofs))]
+    return [rank for rank, (found, due) in enumerate(zip(proofs, expected, strict=True)) if found != due]
+
+
+def gathered(row):
+    """[bytes] of each rank -> [ranks, bytes], on the CPU."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()
