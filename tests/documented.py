@@ -5,14 +5,13 @@ import json
 import shutil
 from pydoc_data.topics import topics
 
-import sentencepiece
 import zstandard
 from diffusers import AutoencoderKL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.launch.test_launch import PYTHON
 from tests.launch.test_slurm import SCONTROL, SRUN
-from tests.tokenizing import ROOT
+from tests.tokenizing import ROOT, sentencepiece_model
 from tests.tools.evaluating import made_rows
 
 STAND_INS = {
@@ -80,11 +79,7 @@ def write_texts(directory):
         path = directory / "tasks" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with open(directory / "tokenizer.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(" ".join(texts).split("\n")), model_writer=file, vocab_size=512, byte_fallback=True,
-            model_type="bpe", minloglevel=2,
-        )  # fmt: skip
+    sentencepiece_model(directory / "tokenizer.model", " ".join(texts).split("\n"), 512)
 
 
 def write_models(directory):

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.documented import prepare
-from tests.launch.test_launch import environment, run
+from tests.launch.running import environment, execute
 from tests.tokenizing import ROOT
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -81,7 +81,7 @@ def places(directory):
 
 def shell(command, directory, code=0):
     """Execute a command there, which must end with ``code``; an error shows what it printed."""
-    got, output, _ = run(["bash", "-c", command], directory, **places(directory))
+    got, output, _ = execute(["bash", "-c", command], directory, **places(directory))
     assert got == code, f"{command}\n{output[-3000:]}"
 
 

@@ -38,23 +38,21 @@ def json_lines(texts, **more):
     return "".join(lines).encode()
 
 
-def train_model(directory, text=None, vocab_size=400):
-    """The path of a SentencePiece model with byte fallback, which can spell any text, trained on ``text`` or TEXTS."""
-    model = io.BytesIO()
+def sentencepiece_model(path, lines, vocab_size, **options):
+    """``path``, which gets a SentencePiece model of ``lines``: BPE with byte fallback, unless ``options`` differ."""
+    model, usual = io.BytesIO(), {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter((text or "".join(TEXTS * 3)).replace("\0", "").split("\n")),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, minloglevel=2, **{**usual, **options}
     )
-    path = directory / "tokenizer.model"
     path.write_bytes(model.getvalue())
     return path
+
+
+def train_model(directory, text=None, vocab_size=400):
+    """The path of a SentencePiece model that can spell any text, trained on ``text`` or TEXTS."""
+    lines = (text or "".join(TEXTS * 3)).replace("\0", "").split("\n")
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    return sentencepiece_model(directory / "tokenizer.model", lines, vocab_size, **plain)
 
 
 def llama_3_vocabulary(path, tokens, later=()):

@@ -1,12 +1,10 @@
 """Encoding: the ids of plain SentencePiece, and of tiktoken, for every model and every text."""
 
-import io
 import random
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from data_prep import segment_cache
@@ -14,12 +12,7 @@ from data_prep.encoding import BATCH, CHECKED, Tokenizer
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.data.tiktoken_model import TiktokenModel, is_tiktoken
-from tests.tokenizing import (
-    TEXTS,
-    llama_3_vocabulary,
-    shards,
-    tokenize,
-)
+from tests.tokenizing import TEXTS, llama_3_vocabulary, sentencepiece_model, shards, tokenize
 
 LLAMA = {
     "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "split_digits": True,
@@ -57,21 +50,14 @@ PARTS = [
 ]
 
 
-def train(**options):
-    model = io.BytesIO()
+def llama_like(path, **options):
     lines = [line for text in [*TEXTS, *PARTS] * 3 for line in text.replace("\0", "").split("\n") if line]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=600, hard_vocab_limit=False, minloglevel=2,
-        character_coverage=0.98, **{**LLAMA, **options},
-    )  # fmt: skip
-    return model.getvalue()
+    return sentencepiece_model(path, lines, 600, character_coverage=0.98, **{**LLAMA, **options})
 
 
 @pytest.fixture(params=[*CACHED, *WHOLE])
 def tokenizer(request, tmp_path):
-    path = tmp_path / "m.model"
-    path.write_bytes(train(**{**CACHED, **WHOLE}[request.param]))
-    tokenizer = Tokenizer(str(path))
+    tokenizer = Tokenizer(str(llama_like(tmp_path / "m.model", **{**CACHED, **WHOLE}[request.param])))
     assert (tokenizer.cache is not None) == (request.param in CACHED)
     return tokenizer
 
@@ -122,9 +108,7 @@ def test_ids_stay_the_same_while_segments_displace_each_other(tokenizer, monkeyp
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama") / "m.model"
-    path.write_bytes(train())
-    return path
+    return llama_like(tmp_path_factory.mktemp("llama") / "m.model")
 
 
 def test_ids_are_int32_and_end_with_the_only_eos(llama):
@@ -159,10 +143,11 @@ def test_a_cache_that_goes_wrong_is_found_by_the_running_check(llama):
 @pytest.mark.parametrize(
     "rule", ["unigram", "NFKC", "extra spaces removed", "spaces as suffixes", "a symbol with a plain space"]
 )
-def test_a_rule_that_looks_further_than_a_segment_is_known(rule):
-    proto = sentencepiece_model_pb2.ModelProto.FromString(train(**WHOLE[rule]))
+def test_a_rule_that_looks_further_than_a_segment_is_known(rule, llama, tmp_path):
+    model = llama_like(tmp_path / "m.model", **WHOLE[rule])
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.read_bytes())
     assert segment_cache.joined_bytes(proto) is None
-    unused = sentencepiece_model_pb2.ModelProto.FromString(train())
+    unused = sentencepiece_model_pb2.ModelProto.FromString(llama.read_bytes())
     unused.pieces[-1].type = unused.pieces[-1].UNUSED
     assert segment_cache.joined_bytes(unused) is None
 

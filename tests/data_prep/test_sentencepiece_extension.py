@@ -16,7 +16,7 @@ from data_prep.tokenize import extend_flags
 from moh_lm.config import ConfigError
 from moh_lm.data.tiktoken_model import read_ranks
 from tests.data_prep.test_encoding import nasty_texts, small_ranks
-from tests.tokenizing import TEXTS, llama_3_vocabulary, train_model
+from tests.tokenizing import TEXTS, llama_3_vocabulary, sentencepiece_model, train_model
 
 WORDS = ["。", "机器", "学习", "语言", "模型", "注意力", "，", "头", "混合", "训练", "数据", "文字", "龍馬", "※"]
 LATIN = "zyxxyt"  # of single letters in the old vocabulary
@@ -166,10 +166,7 @@ def test_listed_pieces_become_tokens_and_split_no_other_text(old, tmp_path):
 
 
 def test_a_listed_piece_is_added_without_normalisation(tmp_path):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 5), model_prefix=str(tmp_path / "old"), vocab_size=450, minloglevel=2,
-        model_type="bpe", hard_vocab_limit=False, byte_fallback=True,
-    )  # fmt: skip
+    sentencepiece_model(tmp_path / "old.model", TEXTS * 5, 450)
     (tmp_path / "pieces.txt").write_text("▁catdog\nℌead\n", encoding="utf-8-sig")  # with a byte order mark
     model = extend(tmp_path / "old.model", tmp_path / "m.model", "--add-pieces", tmp_path / "pieces.txt")
     assert {"▁catdog", "ℌead"} <= set(pieces(model)) and "\ufeff" not in "".join(pieces(model))
@@ -177,11 +174,8 @@ def test_a_listed_piece_is_added_without_normalisation(tmp_path):
 
 
 def test_mistakes_are_refused_with_the_remedy(old, texts, tmp_path):
-    (tmp_path / "unigram.model").write_bytes(b"")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 5), model_prefix=str(tmp_path / "unigram"), vocab_size=200, minloglevel=2,
-        hard_vocab_limit=False,
-    )  # fmt: skip
+    unigram = {"model_type": "unigram", "byte_fallback": False}
+    sentencepiece_model(tmp_path / "unigram.model", TEXTS * 5, 200, **unigram)
     flags = ["--input", texts / "new.txt", "--output", tmp_path / "m.model"]
     for mistake, words in [
         (["--tokenizer", old, "--vocab-size", 400], "has 400 already"),

@@ -15,7 +15,7 @@ from moh_lm.config import ConfigError
 from tests.tokenizing import TEXTS, json_lines
 
 
-def train(pattern, vocab_size, output, code=0):
+def train_by_command(pattern, vocab_size, output, code=0):
     assert main(["train", "--input", str(pattern), "--vocab-size", str(vocab_size), "--output", str(output)]) == code
     return output
 
@@ -25,12 +25,12 @@ def model(tmp_path_factory):
     """A model trained by the command itself."""
     directory = tmp_path_factory.mktemp("model")
     (directory / "text.jsonl").write_bytes(json_lines(TEXTS * 3))
-    return train(directory / "*.jsonl", 400, directory / "m.model")
+    return train_by_command(directory / "*.jsonl", 400, directory / "m.model")
 
 
 def test_training_is_deterministic_and_makes_a_model_like_llamas(model, tmp_path):
     (tmp_path / "text.jsonl").write_bytes(json_lines(TEXTS * 3))
-    assert train(tmp_path / "*.jsonl", 400, tmp_path / "m.model").read_bytes() == model.read_bytes()
+    assert train_by_command(tmp_path / "*.jsonl", 400, tmp_path / "m.model").read_bytes() == model.read_bytes()
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     assert processor.vocab_size() == 400
     assert (processor.unk_id(), processor.bos_id(), processor.eos_id(), processor.pad_id()) == (0, 1, 2, -1)
@@ -65,18 +65,18 @@ SIZES += [("TEXTS", 258, "least"), (7, 700, "most"), (22, 2000, "most"), (2, 280
 @pytest.mark.parametrize(("text", "size", "word"), SIZES)
 def test_a_size_that_does_not_fit_is_refused_with_the_nearest(text, size, word, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(" ".join(TEXTS) if text == "TEXTS" else scattered(text))
-    train(tmp_path / "text.txt", size, tmp_path / "m.model", code=2)
+    train_by_command(tmp_path / "text.txt", size, tmp_path / "m.model", code=2)
     message = capsys.readouterr().err.splitlines()[-1]
     nearest = int(re.search(rf"give at {word} (\d+)", message)[1])
     assert "INTERNAL" not in message
     assert not (tmp_path / "m.model").exists()
-    train(tmp_path / "text.txt", nearest + (1 if word == "most" else -1), tmp_path / "m.model", code=2)
-    train(tmp_path / "text.txt", nearest, tmp_path / "m.model")
+    train_by_command(tmp_path / "text.txt", nearest + (1 if word == "most" else -1), tmp_path / "m.model", code=2)
+    train_by_command(tmp_path / "text.txt", nearest, tmp_path / "m.model")
 
 
 def test_a_size_of_billions_is_refused(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(" ".join(TEXTS))
-    train(tmp_path / "text.txt", "2G", tmp_path / "m.model", code=2)
+    train_by_command(tmp_path / "text.txt", "2G", tmp_path / "m.model", code=2)
     assert "--vocab-size 2G: must be at most 16777216" in capsys.readouterr().err
 
 
@@ -95,7 +95,8 @@ def test_reserved_characters_cut_lines_and_are_counted(mark, tmp_path, capsys):
     words = [f"{first} and {last} more" for first in ("ka", "lo", "mi") for last in ("stver", "ding", "mon")]
     (tmp_path / "cut.txt").write_text("\n".join(mark.join(words) for _ in range(50)))
     (tmp_path / "lines.txt").write_text("\n".join(words * 50))
-    cut, lines = (train(tmp_path / name, 290, tmp_path / f"{name}.model") for name in ("cut.txt", "lines.txt"))
+    names = ("cut.txt", "lines.txt")
+    cut, lines = (train_by_command(tmp_path / name, 290, tmp_path / f"{name}.model") for name in names)
     assert cut.read_bytes() == lines.read_bytes()
     said = capsys.readouterr().err
     assert f"lines of the sample were cut at 400 characters U+{ord(mark):04X}, wh" in said
@@ -106,7 +107,7 @@ def test_a_small_vocabulary_is_not_spent_on_rare_characters(tmp_path):
     words = " ".join(first + last for first in ("ka", "lo", "mi", "nu", "re") for last in ("st", "ver", "ding", "mon"))
     text = f"common words {words} " * 300 + "".join(map(chr, range(0x4E00, 0x4E00 + 500)))
     (tmp_path / "text.txt").write_text(text)
-    train(tmp_path / "text.txt", 330, tmp_path / "m.model")
+    train_by_command(tmp_path / "text.txt", 330, tmp_path / "m.model")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
     pieces = [processor.id_to_piece(number) for number in range(259, 330)]
     assert sum(len(piece) > 1 for piece in pieces) > len(pieces) / 2

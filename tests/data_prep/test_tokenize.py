@@ -3,7 +3,6 @@
 import fcntl
 import gzip
 import hashlib
-import io
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import time
 import pyarrow
 import pyarrow.parquet
 import pytest
-import sentencepiece
 import zstandard
 
 from data_prep import report, writing
@@ -35,6 +33,7 @@ from tests.tokenizing import (
     files,
     json_lines,
     run,
+    sentencepiece_model,
     shards,
     tokenize,
     train_model,
@@ -119,12 +118,7 @@ def test_two_runs_do_not_write_one_directory_at_the_same_time(model, tmp_path):
 
 
 def test_a_tokenizer_without_an_end_of_sequence_piece_is_refused(tmp_path):
-    model = io.BytesIO()
-    sentences = iter(["some words for a small model"] * 9)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_writer=model, vocab_size=24, model_type="bpe", eos_id=-1, minloglevel=2
-    )
-    (tmp_path / "m.model").write_bytes(model.getvalue())
+    sentencepiece_model(tmp_path / "m.model", ["some words for a small model"] * 9, 24, byte_fallback=False, eos_id=-1)
     (tmp_path / "a.txt").write_text("text")
     _, stderr = tokenize(tmp_path / "m.model", tmp_path / "out", f"a={tmp_path}/a.txt", code=2)
     assert "no end-of-sequence piece" in stderr

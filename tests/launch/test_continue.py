@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 
 import pytest
 
@@ -11,9 +10,8 @@ from moh_lm.checks import config_problems
 from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
-from tests.launch.test_launch import ROOT, call_of_rank, free_port, ready, run, script_arguments, trainer
-
-__all__ = ["trainer"]  # a fixture
+from tests.launch.running import execute, script_arguments
+from tests.tokenizing import ROOT
 
 SCRIPTS = ["launch/continue_llama3_8b_stage1.sh", "launch/continue_llama3_8b_stage2.sh"]
 LLAMA3_8B = {
@@ -42,22 +40,7 @@ def test_script_holds_the_values_of_table_d(script, values, trainer):
     assert config_problems(config, world_size=64) == []
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_is_bash_and_python_and_keeps_its_exit_code(script, trainer, tmp_path):
-    code, output, _ = run(["bash", "-n", ROOT / script], tmp_path)
-    assert (code, output) == (0, "")
-    assert run([sys.executable, ROOT / script, "--exit-code", "7"], trainer)[0] == 7
-
-
-@pytest.mark.parametrize("start", ["bash", "torchrun --nproc-per-node 1 --master-port"], ids=["bash", "torchrun"])
-def test_deepspeed_through_bash_and_torchrun_start_a_script(start, trainer, programs):
-    command = [*start.split(), *([free_port()] if " " in start else []), ROOT / SCRIPTS[1], "--data-dir", "my data"]
-    code, output, _ = run(command, trainer, **ready(programs))
-    assert code == 0, output
-    assert call_of_rank(trainer, 0)["arguments"][-2:] == ["--data-dir", "my data"]
-
-
-def test_a_run_that_is_to_continue_a_model_does_not_begin_without_one(tmp_path):
+def test_a_continuation_does_not_begin_without_a_model(tmp_path):
     flags = ["--require-checkpoint", "--checkpoint-dir", str(tmp_path / "run")]
     config, _ = parse_config(flags)
     (sentence,) = contradictions(config)
@@ -66,10 +49,10 @@ def test_a_run_that_is_to_continue_a_model_does_not_begin_without_one(tmp_path):
     assert contradictions(parse_config(flags[1:])[0]) == []
 
 
-def test_a_repetition_of_the_quickstart_with_another_seed_is_refused(tmp_path):
+def test_a_quickstart_repeated_with_another_seed_is_refused(tmp_path):
     (tmp_path / "settings").write_text("1234 --train-iters 9\n")
     script = ROOT / "launch/quickstart_continue.sh"
-    code, output, _ = run(["bash", script, tmp_path, "7", "--train-iters", "9"], tmp_path)
+    code, output, _ = execute(["bash", script, tmp_path, "7", "--train-iters", "9"], tmp_path)
     assert code == 2 and f"{tmp_path} has SEED and FLAGS 1234 --train-iters 9; give these" in output
 
 

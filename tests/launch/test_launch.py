@@ -7,13 +7,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 from json.decoder import JSONDecoder
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
@@ -26,106 +24,39 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.flags import parse_config
 from moh_lm.supervise.errors import report_to_torchrun
+from tests.launch.running import call_of_rank, environment, execute, free_port, ready, script_arguments
+from tests.tokenizing import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
-LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE", "MASTER_PORT"}
-
-# Stands for moh_lm.pretrain: leaves what it was given in a file of its rank, and exits with the code asked for, or with
-# 75 after Ctrl-C; notes that its terminal hung up.
-TRAINER = """
-import json, os, signal, sys
-signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
-signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
-call = {"arguments": sys.argv[1:], "process": os.getpid(), "port": os.environ.get("MASTER_PORT")}
-call |= {"path": os.environ.get("PYTHONPATH", ""), "secret": os.environ.get("MOH_LM_SECRET", "")}
-open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
-while "--wait" in sys.argv:
-    signal.pause()
-sys.exit(int(sys.argv[sys.argv.index("--exit-code") + 1]) if "--exit-code" in sys.argv else 0)
-"""
-
-
-@pytest.fixture
-def trainer(tmp_path):
-    """A working directory whose package moh_lm is the stub; "a b" in its name as a path that users have."""
-    directory = tmp_path / "a b"
-    (directory / "moh_lm").mkdir(parents=True)
-    (directory / "moh_lm" / "__init__.py").touch()
-    (directory / "moh_lm" / "pretrain.py").write_text(TRAINER)
-    return directory
-
-
-def environment(**variables):
-    """This environment without what a launcher sets, with the programs of this Python first."""
-    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**kept, "PATH": path, "DS_ACCELERATOR": "cpu", **variables}
-
-
-def run(command, directory, seconds=900, **variables):
-    """(exit code, output, process id) of a command; its whole process group is ended when it takes too long."""
-    with subprocess.Popen(
-        [str(word) for word in command], cwd=directory, env=environment(**variables), start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, output, process.pid
-
-
-def ready(programs):
-    """The variable PATH with these programs first."""
-    return {"PATH": f"{programs}{os.pathsep}{environment()['PATH']}"}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def call_of_rank(directory, rank):
-    return json.loads((directory / f"rank-{rank}.json").read_text())
-
-
-def script_arguments(script, directory, *flags):
-    """The trainer's arguments when ``script`` runs on one rank."""
-    code, output, _ = run([sys.executable, ROOT / script, *flags], directory)
-    assert code == 0, output
-    return call_of_rank(directory, 0)["arguments"]
-
+CONTINUE = ["launch/continue_llama3_8b_stage1.sh", "launch/continue_llama3_8b_stage2.sh"]
 
 # --- The scripts as programs ---
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUE])
 def test_script_is_valid_bash_and_valid_python(script, tmp_path):
-    code, output, _ = run(["bash", "-n", ROOT / script], tmp_path)
+    code, output, _ = execute(["bash", "-n", ROOT / script], tmp_path)
     assert (code, output) == (0, "")
     compile((ROOT / script).read_text(), script, "exec")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_rank_keeps_its_process_and_exit_code_down_to_the_trainer(script, trainer):
+@pytest.mark.parametrize("script", [*SCRIPTS, *CONTINUE])
+def test_a_rank_keeps_its_process_and_exit_code(script, trainer):
     """With one process there is nothing in between that could lose a signal."""
-    code, output, process = run([sys.executable, ROOT / script, "--exit-code", "7"], trainer)
+    code, output, process = execute([sys.executable, ROOT / script, "--exit-code", "7"], trainer)
     assert code == 7, output
     assert call_of_rank(trainer, 0)["process"] == process
 
 
-def test_bash_starts_deepspeed_on_the_script_itself_and_adds_no_line(trainer, programs):
+def test_bash_starts_deepspeed_on_the_script_itself(trainer, programs):
     flags = ["--train-iters", "10", "--data-dir", "my data", "--exit-code", "2"]
-    code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, **ready(programs))
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[1], *flags], trainer, **ready(programs))
     assert (code, output) == (2, "")
     call = call_of_rank(trainer, 0)
     assert call["arguments"][-len(flags):] == flags and call["port"] != "29500"  # of which there is one on a machine
 
 
-def test_ctrl_c_and_a_terminal_that_hangs_up_are_for_the_ranks_whose_exit_code_is_that_of_bash(trainer):
+def test_ctrl_c_and_a_hang_up_are_for_the_ranks(trainer):
     command = ["bash", ROOT / SCRIPTS[0], "--wait"]
     with subprocess.Popen(
         command, cwd=trainer, env=environment(MASTER_PORT="29512"), start_new_session=True,
@@ -145,7 +76,7 @@ def test_ctrl_c_and_a_terminal_that_hangs_up_are_for_the_ranks_whose_exit_code_i
     assert call_of_rank(trainer, 0)["port"] == "29512"
 
 
-def test_bash_starts_a_rank_for_each_slot_of_the_hostfile_and_says_that_a_signal_ended_one(trainer, programs):
+def test_bash_starts_a_rank_for_each_slot_of_the_hostfile(trainer, programs):
     ssh = trainer / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text("#!/bin/sh\necho 127.0.0.1\n")
@@ -153,7 +84,7 @@ def test_bash_starts_a_rank_for_each_slot_of_the_hostfile_and_says_that_a_signal
     (trainer / "my hosts").write_text("localhost slots=2\n")
     path = f"{ssh.parent}{os.pathsep}{ready(programs)['PATH']}"
     command, killed = ["bash", ROOT / SCRIPTS[0], "--exit-code", "247"], 256 - signal.SIGKILL
-    code, output, _ = run(command, trainer, PATH=path, HOSTFILE="my hosts")
+    code, output, _ = execute(command, trainer, PATH=path, HOSTFILE="my hosts")
     assert code == killed, output
     assert output.count("\n") == 1 and "SIGKILL ended a rank" in output
     assert all((trainer / f"rank-{rank}.json").exists() for rank in (0, 1))
@@ -170,7 +101,7 @@ def two_nodes(trainer, programs, pdsh):
     return {"PATH": f"{path.parent}{os.pathsep}{ready(programs)['PATH']}", "HOSTFILE": "hosts"}
 
 
-def test_a_terminal_that_hangs_up_ends_the_ranks_on_other_nodes_too(trainer, programs):
+def test_a_hang_up_ends_the_ranks_on_other_nodes_too(trainer, programs):
     pdsh = "case $6 in pkill*) exec touch told;; esac\ntouch started\nexec sleep 60"
     command, variables = ["bash", ROOT / SCRIPTS[0]], environment(**two_nodes(trainer, programs, pdsh))
     with subprocess.Popen(command, cwd=trainer, env=variables, start_new_session=True) as process:
@@ -195,7 +126,7 @@ WORDS = [
 
 def test_a_flag_reaches_the_shell_of_a_node_as_it_was_given(trainer, programs):
     variables = two_nodes(trainer, programs, FIRST_NODE) | {"PYTHONPATH": "/a b/$HOME:/c"}
-    code, output, _ = run(["bash", ROOT / SCRIPTS[0], "--sample-prompts", *WORDS], trainer, **variables)
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0], "--sample-prompts", *WORDS], trainer, **variables)
     assert code == 0, output
     call = call_of_rank(trainer, 0)
     assert call["arguments"][-len(WORDS):] == WORDS
@@ -215,59 +146,54 @@ for name in ("openmpi", "mpich", "impi", "slurm", "mvapich"):
 def test_launchers_without_a_shell_get_flags_as_they_are(tmp_path):
     (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
     command = [sys.executable, "-c", OTHER_LAUNCHERS, "a.sh", *WORDS]
-    code, output, _ = run(command, tmp_path, PYTHONPATH=str(ROOT))
+    code, output, _ = execute(command, tmp_path, PYTHONPATH=str(ROOT))
     commands = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
     assert code == 0 and len(commands) == 5, output
     assert all(words[-len(WORDS):] == WORDS for words in commands)
 
 
 def test_an_ssh_that_fails_is_not_taken_for_a_signal(trainer, programs):
-    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **two_nodes(trainer, programs, "exit 255"))
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **two_nodes(trainer, programs, "exit 255"))
     assert (code, output.count("\n")) == (255, 1) and "ssh to a node failed or broke" in output
 
 
 def test_a_launcher_that_a_signal_ended_is_no_success(tmp_path):
     killed = "lambda _: ranks.subprocess.Popen(['sh', '-c', 'kill -KILL $$']).wait()"
     code = f"import sys; from launch import ranks; ranks.runner.main = {killed}; sys.exit(ranks.main('a.sh'))"
-    done = run([sys.executable, "-c", code], ROOT)
+    done = execute([sys.executable, "-c", code], ROOT)
     assert done[0] == 128 + signal.SIGKILL and "a.sh: SIGKILL ended the launcher" in done[1]
 
 
 def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
-    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
     assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output
     assert not (trainer / "rank-0.json").exists()
 
 
-def test_what_the_launcher_refuses_names_a_hostfile_only_if_there_is_one(trainer):
+def test_the_launcher_names_a_hostfile_only_if_there_is_one(trainer):
     nothing = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **nothing)
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **nothing)
     assert (code, output.count("\n")) == (2, 1) and "no GPU" in output and "HOSTFILE" not in output
 
 
 def test_a_dry_run_for_other_devices_needs_none_here(trainer):
     flags = ["--dry-run", "--devices=64", "--device-name", "H100"]
-    code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="")
+    variables = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[1], *flags], trainer, **variables)
     assert (code, output) == (0, "")
     assert call_of_rank(trainer, 0)["arguments"][-4:] == flags
 
 
-def test_devices_that_the_launcher_cannot_read_are_named_with_the_remedy(trainer, programs):
-    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), CUDA_VISIBLE_DEVICES="GPU-8f6a")
+def test_devices_that_the_launcher_cannot_read_are_named(trainer, programs):
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), CUDA_VISIBLE_DEVICES="GPU-8f6a")
     assert (code, output.count("\n")) == (2, 1)
     assert "CUDA_VISIBLE_DEVICES GPU-8f6a: write numbers, such as 0,1" in output
 
 
-def test_deepspeed_runs_the_script_on_two_ranks(trainer):
-    command = ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), ROOT / SCRIPTS[0]]
-    code, output, _ = run([*command, "--data-dir", "my data"], trainer)
-    assert code == 0, output
-    assert [call_of_rank(trainer, rank)["arguments"][-2:] for rank in (0, 1)] == [["--data-dir", "my data"]] * 2
-
-
-def test_torchrun_runs_the_script_on_two_ranks(trainer):
-    command = ["torchrun", "--nproc-per-node", "2", "--master-port", free_port(), ROOT / SCRIPTS[0]]
-    code, output, _ = run([*command, "--data-dir", "my data"], trainer)
+@pytest.mark.parametrize("start", ["deepspeed --num_gpus 2 --master_port", "torchrun --nproc-per-node 2 --master-port"])
+def test_a_launcher_runs_the_script_on_two_ranks(start, trainer):
+    command = [*start.split(), free_port(), ROOT / SCRIPTS[0], "--data-dir", "my data"]
+    code, output, _ = execute(command, trainer)
     assert code == 0, output
     assert [call_of_rank(trainer, rank)["arguments"][-2:] for rank in (0, 1)] == [["--data-dir", "my data"]] * 2
 
@@ -358,7 +284,8 @@ def corpus(tmp_path_factory):
 
 
 def make_corpus(directory, **variables):
-    code, output, _ = run([sys.executable, ROOT / "launch" / "quickstart_corpus.py", directory], directory, **variables)
+    command = [sys.executable, ROOT / "launch" / "quickstart_corpus.py", directory]
+    code, output, _ = execute(command, directory, **variables)
     assert code == 0, output
 
 
@@ -434,7 +361,7 @@ def prepare(checkout, extra):
     """(exit code, output, calls of pip for a package other than pip itself) of the environment step."""
     (checkout / "calls").write_text("")
     command = ["bash", "-c", 'set -e; source launch/environment.sh "$1"; command -v python', "bash", extra]
-    code, output, _ = run(command, checkout, VIRTUAL_ENV=str(checkout / "venv"), CDPATH=".")  # with which cd prints
+    code, output, _ = execute(command, checkout, VIRTUAL_ENV=str(checkout / "venv"), CDPATH=".")  # with which cd prints
     calls = (checkout / "calls").read_text().splitlines()
     return code, output, [call for call in calls if not call.endswith(" pip>=21.3")]
 
@@ -470,7 +397,7 @@ def test_an_environment_without_pip_gets_it_or_says_so(checkout):
     assert len(prepare(checkout, "test")[2]) == 1
 
 
-def test_an_environment_that_cannot_be_written_is_told_with_the_remedy(checkout):
+def test_an_unwritable_environment_is_reported_with_the_remedy(checkout):
     (checkout / "venv" / "moh_lm.stamp").mkdir()
     code, output, calls = prepare(checkout, "test")
     assert (code, calls) == (1, []) and "venv cannot be written: mend this, or activate" in output.splitlines()[-1]
@@ -478,18 +405,18 @@ def test_an_environment_that_cannot_be_written_is_told_with_the_remedy(checkout)
 
 def test_threads_are_counted_also_where_there_is_no_nproc():
     script = "set -eu; source launch/quickstart_functions.sh; nproc() { return 127; }; set_threads"
-    code, output, _ = run(["bash", "-c", script], ROOT)
+    code, output, _ = execute(["bash", "-c", script], ROOT)
     assert code == 0 and output.rstrip().endswith(" threads")
 
 
-def test_a_quickstart_leaves_the_choice_of_the_gpu_to_cuda_visible_devices():
+def test_a_quickstart_keeps_to_cuda_visible_devices():
     for name in ("quickstart", "quickstart_continue", "quickstart_vision"):
         text = (ROOT / "launch" / f"{name}.sh").read_text()
         assert "run python -m moh_lm." in text and "--num_gpus" not in text  # with which deepspeed takes GPU 0
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_continue", "ablation", "atlas", "ladder"])
-def test_help_of_a_script_is_its_opening_comment_and_begins_nothing(name, tmp_path):
+def test_help_of_a_script_is_its_opening_comment(name, tmp_path):
     script = ROOT / "launch" / f"{name}.sh"
     for flags in (["--help"], [str(tmp_path / "out"), "--help"]):
         shown = subprocess.run(["bash", script, *flags], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -497,10 +424,10 @@ def test_help_of_a_script_is_its_opening_comment_and_begins_nothing(name, tmp_pa
         assert len(shown.splitlines()) >= 5
 
 
-def test_files_that_flags_name_are_those_of_the_directory_in_which_a_comparison_was_started():
+def test_flags_of_a_comparison_name_files_where_it_was_started():
     flags = ["--data-dir", "a b", "--config=c.yaml", "--eval-tasks", "d", "--eval-tasks=/e", "--seed", "d"]
     script = 'source launch/quickstart_functions.sh; from_here "$@"; printf "%s\\n" "$root" "${given[@]}"'
-    code, output, _ = run(["bash", "-c", script, "bash", *flags], ROOT, CDPATH=".")  # with which cd prints
+    code, output, _ = execute(["bash", "-c", script, "bash", *flags], ROOT, CDPATH=".")  # with which cd prints
     places = ["--data-dir", f"{ROOT}/a b", f"--config={ROOT}/c.yaml", "--eval-tasks", f"{ROOT}/d", "--eval-tasks=/e"]
     assert (code, output.splitlines()) == (0, [str(ROOT), *places, "--seed", "d"])
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.launch.test_launch import ROOT, call_of_rank, run, trainer
+from tests.launch.running import call_of_rank, execute
+from tests.tokenizing import ROOT
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do echo "srun $1"; shift; done
@@ -21,8 +22,6 @@ SCONTROL = """#!/usr/bin/env bash
 [[ $1 == requeue ]] && echo "requeued $2"
 """
 
-__all__ = ["trainer"]  # a fixture
-
 
 FLAGS = ["--checkpoint-dir", "a run", "--exit-code"]
 
@@ -39,7 +38,7 @@ def submit(trainer, tmp_path):
     job = f'PATH={tmp_path / "bin"}:$PATH; exec bash {ROOT / "launch" / "slurm.sbatch"} "$@"'
 
     def submitted(code, step="", flags=FLAGS):
-        got, output, _ = run(
+        got, output, _ = execute(
             ["bash", "-c", job, "sbatch", script, *flags, str(code)], trainer, SLURM_JOB_NODELIST="here",
             SLURM_JOB_ID="123", SLURM_CPUS_PER_TASK="8", MADE=str(step),
         )  # fmt: skip

@@ -34,7 +34,7 @@ def write_rows(directory, *rows):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
-def test_a_variant_is_a_legal_model_with_the_share_of_heads_in_its_name(size, tmp_path):
+def test_a_variant_is_a_legal_model_with_the_share_in_its_name(size, tmp_path):
     plan = make(tmp_path)
     for variant in VARIANTS:
         try:
@@ -61,7 +61,7 @@ def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
     assert comparison.tuning({}, [1.0]) == ([], 1.0)
 
 
-def test_a_factor_has_the_digits_that_the_directory_of_its_run_keeps(tmp_path):
+def test_a_factor_has_the_digits_of_its_directory(tmp_path):
     flags = "--rates 0.7071067811865476 1 1.4142135623730951 --variants dense --sizes s".split()
     rates = make(tmp_path, *flags).flags.rates
     assert [float(f"{rate:g}") for rate in rates] == rates == [0.707107, 1, 1.41421]
@@ -73,7 +73,7 @@ def test_a_factor_has_the_digits_that_the_directory_of_its_run_keeps(tmp_path):
     plan.check_flags()  # as the same command again does
 
 
-def test_forms_are_tuned_then_compared_seed_by_seed_and_nothing_is_done_twice(tmp_path):
+def test_forms_are_tuned_then_compared_and_nothing_is_done_twice(tmp_path):
     rates = ("--rates", "0.5", "1", "2", "--sizes", "s", "m")
     plan = make(tmp_path, "--variants", "dense", "paper-50", "paper-75", "--seeds", "1", "2", *rates)
     best = ("dense/rate-1", "paper-50/rate-2")
@@ -123,9 +123,7 @@ def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, caps
         ("--sizes l", "sl"),  # rates are tuned at s
     ],
 )
-def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_room_for_their_schedule(
-    given, sizes, tmp_path, monkeypatch
-):
+def test_a_probe_has_the_layout_of_the_runs_and_a_legal_schedule(given, sizes, tmp_path, monkeypatch):
     flags = [str(tmp_path), "--data-dir", "data", "--variants", "dense", *given.split()]
     plan, started = comparison.Comparison(command.parse_arguments(flags)), []
 
@@ -140,13 +138,13 @@ def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_roo
     assert started == [f"the first steps of size {size}" for size in sizes] and not plan.refused
 
 
-def test_flags_that_the_size_of_the_tuning_does_not_allow_are_refused(tmp_path):
+def test_flags_that_the_tuned_size_does_not_allow_are_refused(tmp_path):
     flags = "--data-dir data --variants dense --sizes l --micro-batch-size 16"
     plan = comparison.Comparison(command.parse_arguments([str(tmp_path), *flags.split()]))
     assert "--batch-tokens 2048" in plan.refused["dense"]
 
 
-def test_speeds_are_measured_as_the_runs_are_trained_and_again_where_that_changes(tmp_path, monkeypatch):
+def test_speeds_are_measured_as_the_runs_are_trained(tmp_path, monkeypatch):
     program = tmp_path / "program"
     text = 'for last; do :; done; mkdir -p "$last"; echo "$OMP_NUM_THREADS" >> "$0.threads"\n'
     program.write_text(f'#!/bin/sh\n{text}echo \'{{"step": 5, "tokens_per_second": 9}}\' > "$last/metrics.jsonl"\n')
@@ -215,7 +213,7 @@ def test_runs_at_the_same_time_have_gpus_of_their_own(tmp_path, monkeypatch):
     assert of_three == ["7,6", "5,MIG-a", "7,6"] and runs.shares(1, ranks=2) == [{}]
 
 
-def test_runs_at_the_same_time_on_a_cpu_have_a_thread_each_unless_threads_are_given(monkeypatch):
+def test_runs_at_the_same_time_on_a_cpu_have_a_thread_each(monkeypatch):
     monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
     for given, threads in ((None, "1"), ("3", "3")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -295,7 +293,7 @@ def test_a_run_goes_on_whatever_it_wrote_after_its_flags(tmp_path):
     runs.check_flags([run], tmp_path)
 
 
-def test_a_small_factor_of_the_learning_rate_is_read_from_its_directory(tmp_path):
+def test_a_small_factor_is_read_from_its_directory(tmp_path):
     plan = make(tmp_path, "--variants", "dense", "--rates", "0.00002", "0.00004")
     while run := plan.next_run(set(), {}):
         write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})

@@ -25,7 +25,7 @@ def written(out):
     return lines, {row[1]: row for row in cells}
 
 
-def test_the_tokens_of_the_dense_model_are_found_on_a_line_in_the_logarithm():
+def test_dense_tokens_are_interpolated_in_the_logarithm():
     points = {tokens: 5 - 0.3 * math.log(tokens) for tokens in (50, 100, 200)}
     for tokens, inside in ((50, True), (80, True), (170, True), (200, True), (30, False), (400, False)):
         found, lies_inside = report.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
@@ -113,7 +113,7 @@ def test_runs_that_diverged_and_seeds_without_a_pair_are_named(tmp_path):
     assert rows["paper-50"][7] == "3" and rows["paper-50"][10].endswith("better (2 of 3 seeds)")
 
 
-def test_without_tuning_forms_are_compared_at_the_rate_that_they_share(tmp_path):
+def test_without_tuning_forms_are_compared_at_a_shared_rate(tmp_path):
     for rate, loss in ((0.5, 3.3), (1, 3.0)):
         for seed in (1, 2):
             last = {0: START, 10: {"a": loss + seed / 100}}

@@ -31,7 +31,7 @@ def finish(run, config, loss=3.0):
     (run.directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
 
 
-def test_each_rung_waits_for_those_before_it_and_a_branch_for_its_run(tmp_path, monkeypatch):
+def test_a_rung_waits_for_those_before_it_and_a_branch_for_its_run(tmp_path, monkeypatch):
     found, configs = make(tmp_path)
     branches, order = {}, []
     monkeypatch.setattr(rungs, "make_branch", lambda run, stable, config: branches.update({run.name: stable.name}))

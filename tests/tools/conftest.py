@@ -1,40 +1,38 @@
-"""For the tests of exports: a small tokenizer, and the exporter as a function."""
+"""For the tests of commands: each of them as a function, and a small tokenizer."""
 
-import io
+import importlib
 import sys
+from functools import partial
 
 import pytest
-import sentencepiece
 
-from tools import export_hf as command
+from tests.tokenizing import sentencepiece_model
 from tools.hf.convert import export_check
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A small SentencePiece model with byte fallback."""
-    path, blob = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the model of the text", "a head of the model"] * 20),
-        model_writer=blob,
-        vocab_size=290,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    path.write_bytes(blob.getvalue())
-    return path
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    return sentencepiece_model(path, ["the model of the text", "a head of the model"] * 20, 290)
 
 
 @pytest.fixture
-def export(monkeypatch, capsys, programs):
-    """A function that runs the program in this process: arguments -> (exit code, stdout, stderr)."""
-    monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of its check
+def tool(capsys):
+    """A function that runs a command of tools/ in this process: name, arguments -> (exit code, stdout, stderr)."""
 
-    def call(*arguments):
-        return command.main(list(map(str, arguments))), *capsys.readouterr()
+    def call(name, *arguments):
+        program = importlib.import_module(f"tools.{name}")
+        return program.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def export(tool, monkeypatch, programs):
+    """``tool`` for export_hf."""
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of its check
+    return partial(tool, "export_hf")
 
 
 @pytest.fixture

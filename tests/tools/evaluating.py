@@ -1,4 +1,4 @@
-"""What the tests of evaluation share: rows of the tasks with made-up words, and a call of a program."""
+"""What the tests of evaluation share: rows of the tasks with made-up words, and a command as a function."""
 
 import random
 
@@ -53,6 +53,6 @@ def made_rows(seed=0):
     return {name: [make() for _ in range(30 if "train" in name else ROWS)] for name, make in makers.items()}
 
 
-def call(program, *arguments):
-    """The exit code of a program that runs in this process."""
+def exit_code(program, *arguments):
+    """The exit code of a command, run in this process."""
     return program.main(list(map(str, arguments)))

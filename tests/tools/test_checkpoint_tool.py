@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,6 @@ from tests.checkpoint.damage import (
 )
 from tests.distributed import run_ranks
 from tests.training.test_layouts import copy_checkpoint, flags_of, train
-from tools import checkpoint
 from tools.checkpoints import describe as lines
 from tools.checkpoints import read, write
 
@@ -51,21 +51,15 @@ def copied(source, tmp_path):
 
 
 @pytest.fixture
-def tool(monkeypatch, capsys):
-    """A function that runs the program in this process: arguments -> (exit code, stdout, stderr)."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    # So that parameters are read in many pieces.
+def checkpoint(tool, monkeypatch):
+    """``tool`` for checkpoint, which reads parameters in many pieces."""
     monkeypatch.setattr(read, "CHUNK", 997)
-
-    def call(*arguments):
-        return checkpoint.main(list(map(str, arguments))), *capsys.readouterr()
-
-    return call
+    return partial(tool, "checkpoint")
 
 
-def shown(tool, *arguments):
+def shown(checkpoint, *arguments):
     """The JSON that a command prints."""
-    return json.loads(tool(*arguments, "--json")[1])
+    return json.loads(checkpoint(*arguments, "--json")[1])
 
 
 def step_of(run, number):
@@ -122,7 +116,7 @@ def flip(path, position=None):
 # --- list ---
 
 
-def test_list_shows_everything_that_lies_there(tool, copied):
+def test_list_shows_everything_that_lies_there(checkpoint, copied):
     steps = copied / "checkpoints"
     step_of(copied, 1).rename(steps / "damaged-step-1")
     truncate(None, step_of(copied, 2) / "rank-1.safetensors")
@@ -130,7 +124,7 @@ def test_list_shows_everything_that_lies_there(tool, copied):
     (steps / "step-9.tmp" / "rank-0.safetensors").write_bytes(b"12345")
     shutil.copytree(step_of(copied, 3), step_of(copied, 10))
     remove(None, step_of(copied, 10) / "manifest.json")
-    found = shown(tool, "list", copied)
+    found = shown(checkpoint, "list", copied)
     assert found["latest"] == "step-3"
     rows = {row["name"]: row for row in found["checkpoints"]}
     assert list(rows) == ["step-2", "step-3", "step-10", "step-9.tmp", "damaged-step-1"]
@@ -145,14 +139,14 @@ def test_list_shows_everything_that_lies_there(tool, copied):
         "step-9.tmp": "leftover of a save or a removal that was cut short",
         "damaged-step-1": "set aside; sizes are right",
     }
-    code, text, _ = tool("list", copied)
+    code, text, _ = checkpoint("list", copied)
     assert code == 0 and all(name in text for name in rows)
     assert "  tp 1 x pp 1 x dp 2, ZeRO-1  sizes are right, latest\n" in text
     assert text.endswith("latest names step-3; a run goes on from step-10, if it is sound\n")
 
 
 @pytest.mark.parametrize("function", ["when", "layout_of", "describe_state", "read_entries"])
-def test_a_step_that_vanishes_meanwhile_is_left_out(tool, copied, monkeypatch, function):
+def test_a_step_that_vanishes_meanwhile_is_left_out(checkpoint, copied, monkeypatch, function):
     original = getattr(lines, function)
 
     def vanish(entry, *rest):
@@ -161,7 +155,7 @@ def test_a_step_that_vanishes_meanwhile_is_left_out(tool, copied, monkeypatch, f
         return original(entry, *rest)
 
     monkeypatch.setattr(lines, function, vanish)
-    assert [row["name"] for row in shown(tool, "list", copied)["checkpoints"]] == ["step-2", "step-3"]
+    assert [row["name"] for row in shown(checkpoint, "list", copied)["checkpoints"]] == ["step-2", "step-3"]
 
 
 def test_every_degree_of_a_layout_stands_under_its_name():
@@ -174,33 +168,33 @@ def test_every_degree_of_a_layout_stands_under_its_name():
 # --- verify ---
 
 
-def test_a_run_without_damage_is_sound(tool, source):
-    code, text, _ = tool("verify", source, "--all")
+def test_a_run_without_damage_is_sound(checkpoint, source):
+    code, text, _ = checkpoint("verify", source, "--all")
     assert code == 0 and text.count("sound ") == 3
-    assert tool("verify", step_of(source, 2))[0] == 0
+    assert checkpoint("verify", step_of(source, 2))[0] == 0
 
 
 @pytest.mark.parametrize("harm", [truncate, lengthen, remove, replace_by_directory, swap_ranks, add_a_rank])
-def test_verify_finds_what_the_trainer_finds(tool, copied, harm):
+def test_verify_finds_what_the_trainer_finds(checkpoint, copied, harm):
     step = step_of(copied, 3)
     harm(step, step / "rank-1.safetensors")
-    code, text, _ = tool("verify", copied)
+    code, text, _ = checkpoint("verify", copied)
     assert code == 1 and text.splitlines() == [f"DAMAGED {problem}" for problem in verify(step)]
 
 
-def test_verify_finds_every_flipped_bit(tool, copied):
+def test_verify_finds_every_flipped_bit(checkpoint, copied):
     step, generator = step_of(copied, 3), random.Random(0)
     for path in sorted(step.iterdir()):
         content = path.read_bytes()
         flip(path, generator.randrange(len(content)))
-        code, text, _ = tool("verify", step)
+        code, text, _ = checkpoint("verify", step)
         assert code == 1 and str(path) in text
         assert "block 0" in text or path.name == "manifest.json"
         path.write_bytes(content)
-    assert tool("verify", step)[0] == 0
+    assert checkpoint("verify", step)[0] == 0
 
 
-def test_the_damaged_block_of_a_large_file_is_named(tool, tmp_path):
+def test_the_damaged_block_of_a_large_file_is_named(checkpoint, tmp_path):
     find_damage, path = read.find_damage, tmp_path / "rank-0.safetensors"
     content = random.Random(0).randbytes(3 * BLOCK_BYTES)
     path.write_bytes(content)
@@ -258,18 +252,18 @@ def add_a_parameter(tensors, fragments):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_files_that_are_what_the_manifest_says_must_hold_the_model_too(tool, copied, change, named):
+def test_files_with_the_right_hashes_must_hold_the_model_too(checkpoint, copied, change, named):
     files = [path.name for path in step_of(copied, 3).glob("rank-*") if f"master/{NAME}" in load_file(path)]
     for name in files:  # it lies in one rank's file, or in both
         forge(step_of(copied, 3), name, change)
     assert verify(step_of(copied, 3)) == []
-    code, text, _ = tool("verify", copied)
+    code, text, _ = checkpoint("verify", copied)
     assert code == 1 and named in text
 
 
-def test_a_step_under_the_name_of_another_is_noticed(tool, copied):
+def test_a_step_under_the_name_of_another_is_noticed(checkpoint, copied):
     step_of(copied, 3).rename(step_of(copied, 4))
-    code, text, _ = tool("verify", copied)
+    code, text, _ = checkpoint("verify", copied)
     assert code == 1 and "state.json: is of step 3" in text
 
 
@@ -289,9 +283,9 @@ def hash_by_hand(step):
     return digest.hexdigest()
 
 
-def test_show_tells_what_the_files_say(tool, source):
+def test_show_tells_what_the_files_say(checkpoint, source):
     step = step_of(source, 2)
-    found = shown(tool, "show", step, "--parameters")
+    found = shown(checkpoint, "show", step, "--parameters")
     state = json.loads((step / "state.json").read_text())
     assert found["state_sha256"] == hash_by_hand(step)
     assert found["config"] == json.loads((step / "config.json").read_text())
@@ -302,31 +296,31 @@ def test_show_tells_what_the_files_say(tool, source):
     for (kind, name), array in gather(step).items():
         assert found["parameters"][name]["shape"] == list(array.shape)
         assert found["parameters"][name][kind] == pytest.approx(np.linalg.norm(array.astype(np.float64)), rel=1e-12)
-    text, weights = tool("show", step)[1], state["data"]["segments"][0]["weights"]
+    text, weights = checkpoint("show", step)[1], state["data"]["segments"][0]["weights"]
     assert f"from sample 0: even {100 * weights['even'] / sum(weights.values()):.2f}%" in text
     assert found["state_sha256"] in text and "head_selection mixture, " in text
 
 
-def test_a_quick_look_does_not_read_the_large_files(tool, copied):
+def test_a_quick_look_does_not_read_the_large_files(checkpoint, copied):
     flip(step_of(copied, 3) / "rank-0.safetensors")
-    code, text, _ = tool("show", copied, "--quick")
+    code, text, _ = checkpoint("show", copied, "--quick")
     assert code == 0 and "step              3 of 3" in text and "state hash" not in text
-    assert tool("show", copied)[0] == 2
+    assert checkpoint("show", copied)[0] == 2
 
 
-def test_skipped_steps_are_counted_and_named(tool, copied):
+def test_skipped_steps_are_counted_and_named(checkpoint, copied):
     path = step_of(copied, 3) / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "optimizer_steps": 2, "guard": {**state["guard"], "skipped": [2]}}))
     agree(step_of(copied, 3))
-    assert "optimizer steps   2; 1 skipped, lately 2" in tool("show", copied)[1]
+    assert "optimizer steps   2; 1 skipped, lately 2" in checkpoint("show", copied)[1]
 
 
-def test_a_state_of_another_version_is_refused(tool, copied):
+def test_a_state_of_another_version_is_refused(checkpoint, copied):
     path = step_of(copied, 3) / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"weights": {}}}))
     agree(step_of(copied, 3))
-    code, text, problem = tool("show", copied)
+    code, text, problem = checkpoint("show", copied)
     assert code == 2 and text == "" and "step-3: not a checkpoint of this version (KeyError: 'segments')" in problem
 
 
@@ -341,31 +335,31 @@ def moved(source, data_dir, tmp_path_factory):
     return found
 
 
-def test_the_state_hash_does_not_depend_on_the_layout(tool, source, moved):
-    hashes = [shown(tool, "show", run)["state_sha256"] for run in (source, *moved)]
+def test_the_state_hash_does_not_depend_on_the_layout(checkpoint, source, moved):
+    hashes = [shown(checkpoint, "show", run)["state_sha256"] for run in (source, *moved)]
     assert hashes[0] == hashes[1] == hashes[2] == hash_by_hand(step_of(source, 3))
-    assert shown(tool, "show", step_of(source, 2))["state_sha256"] != hashes[0]
+    assert shown(checkpoint, "show", step_of(source, 2))["state_sha256"] != hashes[0]
 
 
 # --- diff ---
 
 
-def test_equal_states_of_other_layouts_differ_in_their_configuration_only(tool, source, moved):
-    code, text, _ = tool("diff", source, moved[0])
+def test_other_layouts_differ_in_their_configuration_only(checkpoint, source, moved):
+    code, text, _ = checkpoint("diff", source, moved[0])
     assert code == 0 and text.endswith("equal\n")
     assert "tensor_parallel_size: 1 -> 2" in text
-    found = shown(tool, "diff", source, moved[0])
+    found = shown(checkpoint, "diff", source, moved[0])
     assert found["equal"] and found["position"] == {} and found["config"]["pipeline_parallel_size"] == [1, 2]
     unchanged = {"equal": True, "absolute": 0, "relative": 0}
     assert all(row[kind] == unchanged for row in found["parameters"] for kind in KINDS)
-    assert tool("diff", source, source)[0] == 0
+    assert checkpoint("diff", source, source)[0] == 0
 
 
-def test_diff_gives_the_largest_changes_the_largest_first(tool, source):
+def test_diff_gives_the_largest_changes_the_largest_first(checkpoint, source):
     first, second = gather(step_of(source, 1)), gather(step_of(source, 3))
-    code, text, _ = tool("diff", step_of(source, 1), source, "--top", "2")
+    code, text, _ = checkpoint("diff", step_of(source, 1), source, "--top", "2")
     assert code == 1 and text.endswith("different\n")
-    found = shown(tool, "diff", step_of(source, 1), source)
+    found = shown(checkpoint, "diff", step_of(source, 1), source)
     assert not found["equal"] and found["position"]["consumed_samples"] == [16, 48]
     assert {row["name"] for row in found["parameters"]} == {name for _, name in first}
     for row in found["parameters"]:
@@ -379,24 +373,24 @@ def test_diff_gives_the_largest_changes_the_largest_first(tool, source):
     assert listed == [True, True] + [False] * (len(order) - 2)
 
 
-def test_diff_finds_the_one_bit_that_differs(tool, copied):
+def test_diff_finds_the_one_bit_that_differs(checkpoint, copied):
     def change(tensors, fragments):
         tensors[f"exp_avg/{NAME}"].view(np.uint32)[5] ^= 1
 
     shutil.copytree(step_of(copied, 3), copied / "other" / "step-3")
     name = next(path.name for path in step_of(copied, 3).glob("rank-*") if f"master/{NAME}" in load_file(path))
     forge(copied / "other" / "step-3", name, change)
-    assert tool("diff", copied, copied / "other" / "step-3")[0] == 1
-    found = shown(tool, "diff", copied, copied / "other" / "step-3")["parameters"]
+    assert checkpoint("diff", copied, copied / "other" / "step-3")[0] == 1
+    found = shown(checkpoint, "diff", copied, copied / "other" / "step-3")["parameters"]
     changed = [(row["name"], kind) for row in found for kind in KINDS if not row[kind]["equal"]]
     assert changed == [(NAME, "exp_avg")]
 
 
-def test_diff_of_what_cannot_be_compared_is_trouble(tool, copied):
+def test_diff_of_what_cannot_be_compared_is_trouble(checkpoint, copied):
     flip(step_of(copied, 2) / "rank-0.safetensors")
-    code, text, problem = tool("diff", copied, step_of(copied, 2))
+    code, text, problem = checkpoint("diff", copied, step_of(copied, 2))
     assert code == 2 and text == "" and "step-2/rank-0.safetensors: is damaged in block 0" in problem
-    assert tool("diff", copied, copied / "nothing")[0] == 2
+    assert checkpoint("diff", copied, copied / "nothing")[0] == 2
 
 
 # --- copy ---
@@ -406,30 +400,30 @@ def contents(directory):
     return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_copy_has_the_same_bytes(tool, source, tmp_path):
-    code, text, _ = tool("copy", step_of(source, 2), tmp_path / "a" / "b")
+def test_a_copy_has_the_same_bytes(checkpoint, source, tmp_path):
+    code, text, _ = checkpoint("copy", step_of(source, 2), tmp_path / "a" / "b")
     assert code == 0 and str(tmp_path / "a" / "b" / "step-2") in text
     assert contents(tmp_path / "a" / "b" / "step-2") == contents(step_of(source, 2))
-    assert tool("copy", source, tmp_path / "a" / "b")[0] == 0
+    assert checkpoint("copy", source, tmp_path / "a" / "b")[0] == 0
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["step-2", "step-3"]
 
 
-def test_a_copy_into_a_run_is_named_by_latest_if_it_is_the_newest(tool, source, tmp_path):
+def test_a_copy_into_a_run_is_named_by_latest_if_it_is_the_newest(checkpoint, source, tmp_path):
     steps = tmp_path / "run" / "checkpoints"
     steps.mkdir(parents=True)
     for number, newest in ((2, 2), (1, 2), (3, 3)):
         destination = tmp_path / "run" if number == 2 else steps
-        assert tool("copy", step_of(source, number), destination)[0] == 0
+        assert checkpoint("copy", step_of(source, number), destination)[0] == 0
         assert (steps / "latest").read_text() == f"step-{newest}\n"
     assert contents(steps) == contents(source / "checkpoints")
 
 
-def test_a_copy_that_may_not_or_cannot_be_made_leaves_everything_as_it_was(tool, copied, tmp_path, monkeypatch):
+def test_a_copy_that_cannot_be_made_leaves_everything_as_it_was(checkpoint, copied, tmp_path, monkeypatch):
     other = tmp_path / "other"
     before = contents(copied)
 
     def refused(named, *arguments):
-        code, text, problem = tool("copy", *arguments)
+        code, text, problem = checkpoint("copy", *arguments)
         assert code == 2 and text == "" and named in problem
         assert not other.exists() and contents(copied) == before
 
@@ -462,22 +456,22 @@ class FullDisk(HashedFile):
         raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
 
 
-def test_a_run_that_is_training_gets_no_copy(tool, source, tmp_path, monkeypatch):
+def test_a_run_that_is_training_gets_no_copy(checkpoint, source, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
     with run_directory.lock_run_directory(tmp_path / "run"):
-        code, _, problem = tool("copy", source, tmp_path / "run")
+        code, _, problem = checkpoint("copy", source, tmp_path / "run")
     assert code == 2 and "another run is writing to it" in problem
-    assert tool("copy", source, tmp_path / "run")[0] == 0
+    assert checkpoint("copy", source, tmp_path / "run")[0] == 0
 
 
 # --- consolidate ---
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_one_file_holds_the_whole_parameters_and_moments(tool, source, moved, tmp_path, which):
+def test_one_file_holds_the_whole_parameters_and_moments(checkpoint, source, moved, tmp_path, which):
     path = tmp_path / "one.safetensors"
-    assert tool("consolidate", moved[which], path, "--moments")[0] == 0
+    assert checkpoint("consolidate", moved[which], path, "--moments")[0] == 0
     expected = gather(step_of(source, 3))
     loaded = load_file(path)
     names = {(kind, name): name if kind == "master" else f"{kind}/{name}" for kind, name in expected}
@@ -486,10 +480,10 @@ def test_one_file_holds_the_whole_parameters_and_moments(tool, source, moved, tm
     assert safe_open(path, "np").metadata() == {"format": "pt", "step": "3"}
 
 
-def test_weights_are_rounded_and_moments_are_not(tool, source, tmp_path):
+def test_weights_are_rounded_and_moments_are_not(checkpoint, source, tmp_path):
     path, plain = tmp_path / "one.safetensors", tmp_path / "plain.safetensors"
-    assert tool("consolidate", source, path, "--moments", "--dtype", "bfloat16")[0] == 0
-    assert tool("consolidate", source, plain, "--dtype", "bfloat16")[0] == 0
+    assert checkpoint("consolidate", source, path, "--moments", "--dtype", "bfloat16")[0] == 0
+    assert checkpoint("consolidate", source, plain, "--dtype", "bfloat16")[0] == 0
     expected, loaded = gather(step_of(source, 3)), load_torch_file(path)
     for name, tensor in load_torch_file(plain).items():
         assert torch.equal(tensor, torch.from_numpy(expected["master", name]).bfloat16())
@@ -497,28 +491,28 @@ def test_weights_are_rounded_and_moments_are_not(tool, source, tmp_path):
         assert torch.equal(loaded[f"exp_avg_sq/{name}"], torch.from_numpy(expected["exp_avg_sq", name]))
 
 
-def test_a_file_is_written_in_full_or_not_at_all(tool, copied, tmp_path, monkeypatch):
+def test_a_file_is_written_in_full_or_not_at_all(checkpoint, copied, tmp_path, monkeypatch):
     path = tmp_path / "out" / "one.safetensors"
     path.parent.mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(write, "HashedFile", FullDisk)
-        assert "no space left" in tool("consolidate", copied, path)[2]
+        assert "no space left" in checkpoint("consolidate", copied, path)[2]
     with monkeypatch.context() as patch:
         patch.setattr(write, "free_bytes", lambda path: 1000)
-        assert "1,000 are free" in tool("consolidate", copied, path)[2]
-    assert "ends in .safetensors" in tool("consolidate", copied, tmp_path / "out" / "one.bin")[2]
+        assert "1,000 are free" in checkpoint("consolidate", copied, path)[2]
+    assert "ends in .safetensors" in checkpoint("consolidate", copied, tmp_path / "out" / "one.bin")[2]
     flip(step_of(copied, 3) / "rank-1.safetensors")
-    code, text, problem = tool("consolidate", copied, path)
+    code, text, problem = checkpoint("consolidate", copied, path)
     assert code == 2 and text == "" and "rank-1.safetensors: is damaged" in problem
     assert list(path.parent.iterdir()) == []
     path.write_text("mine")
-    assert tool("consolidate", step_of(copied, 2), path)[0] == 2 and path.read_text() == "mine"
+    assert checkpoint("consolidate", step_of(copied, 2), path)[0] == 2 and path.read_text() == "mine"
 
 
 # --- Any input ---
 
 
-def test_nothing_that_is_read_is_unpickled_and_no_damage_ends_in_a_traceback(tool, copied, tmp_path):
+def test_nothing_is_unpickled_and_no_damage_ends_in_a_traceback(checkpoint, copied, tmp_path):
     canary, step, out = tmp_path / "canary", step_of(copied, 3), tmp_path / "out"
     out.mkdir()
     originals = contents(step)
@@ -533,11 +527,11 @@ def test_nothing_that_is_read_is_unpickled_and_no_damage_ends_in_a_traceback(too
             (step / path).write_bytes(payload)
             if path.name != "manifest.json":
                 agree(step)
-            assert tool("verify", copied)[0] == 1, (path, payload)
+            assert checkpoint("verify", copied)[0] == 1, (path, payload)
             for command in commands:
-                code, _, problem = tool(*command)
+                code, _, problem = checkpoint(*command)
                 assert code == 2 and str(step) in problem, (command, path, payload)
-            assert tool("list", copied)[0] == 0
+            assert checkpoint("list", copied)[0] == 0
             assert not canary.exists() and not list(out.iterdir())
             (step / path).write_bytes(originals[path])
             (step / "manifest.json").write_bytes(originals[Path("manifest.json")])
@@ -555,6 +549,6 @@ def test_nothing_that_is_read_is_unpickled_and_no_damage_ends_in_a_traceback(too
         (("consolidate", ".", "x.safetensors", "--dtype", "int8"), "int8"),
     ],
 )
-def test_wrong_arguments_are_named_in_a_line(tool, arguments, named):
-    code, text, problem = tool(*arguments)
+def test_wrong_arguments_are_named_in_a_line(checkpoint, arguments, named):
+    code, text, problem = checkpoint(*arguments)
     assert code == 2 and text == "" and named in problem and problem.count("\n") == 1

@@ -113,7 +113,7 @@ def test_a_budget_that_tokens_keep_on_average_only_is_said_so():
 
 
 @pytest.mark.parametrize("routing, said", [("paper", True), ("sigmoid", False)])
-def test_a_missing_second_stage_is_said_of_a_form_that_could_have_it(routing, said):
+def test_the_card_says_that_a_second_stage_is_missing(routing, said):
     model = ModelConfig(num_layers=1, heads=HeadsConfig(routing=routing, two_stage=False))
     text = model_card.model_facts(model, torch.float32, 1, 32)
     assert f"| routing | {routing}" in text and ("without a1 and a2" in text) == said
@@ -165,9 +165,7 @@ def test_every_layout_gives_the_same_bytes(run, tokenizer, tmp_path, export, wit
 
 
 @torch.no_grad()
-def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_model(
-    run, tokenizer, tmp_path, programs
-):
+def test_transformers_computes_the_logits_and_text_of_the_trainer(run, tokenizer, tmp_path, programs):
     pytest.importorskip("transformers")
     (tmp_path / "elsewhere").mkdir()
     finished = subprocess.run(  # as typed, from another directory
@@ -193,7 +191,7 @@ def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_mo
     assert loaded["generated"] == ids
 
 
-def test_fp16_is_exact_rounding_and_refused_where_a_weight_overflows(run, tmp_path, export, monkeypatch):
+def test_fp16_rounds_exactly_and_refuses_overflow(run, tmp_path, export, monkeypatch):
     pytest.importorskip("transformers")
     code, printed, _ = export("--checkpoint", run, "--output", tmp_path / "hf", "--dtype", "float16")
     assert code == 0 and "checked: logits of transformers" in printed

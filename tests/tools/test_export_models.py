@@ -139,7 +139,7 @@ def test_the_card_says_what_the_model_is(kind, words, tmp_path, export, without_
     assert words in card and "license:" not in card and ("Routing is computed in fp32" in card) == (kind == "mixture")
 
 
-def test_a_tokenizer_of_hugging_face_is_exported_with_the_ids_that_the_model_was_trained_on(tmp_path, export):
+def test_a_hugging_face_tokenizer_is_exported_with_its_ids(tmp_path, export):
     transformers = pytest.importorskip("transformers")
     tokenizer = hugging_face_tokenizer(tmp_path / "hf-tokenizer", "bytes", pad_token="<unk>")
     run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tokenizer / "tokenizer.json", False)
@@ -170,7 +170,7 @@ def test_a_letter_that_was_added_to_a_tokenizer_is_no_padding(tmp_path):
     assert write_tokenizer(directory, tmp_path / "out", 64)["pad"] == 0  # and not EOS, which GPT-2 has for unknown text
 
 
-def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_norms_and_a_base_width(tmp_path, export):
+def test_a_tied_head_is_stored_once_and_passes_in_bfloat16(tmp_path, export):
     pytest.importorskip("transformers")
     model = replace(TIED, qk_norm=True, post_norm=True, base_width=6)
     run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)

@@ -162,7 +162,7 @@ def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_a_model_that_never_saw_images_of_no_class_is_not_guided_by_them(tmp_path):
+def test_a_model_without_class_dropout_is_not_guided(tmp_path):
     make_run(tmp_path / "run", replace(DIT, class_dropout=0.0))
     assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export_classes")]) == 0
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "export_classes", trust_remote_code=True)
@@ -176,7 +176,7 @@ def test_a_model_that_never_saw_images_of_no_class_is_not_guided_by_them(tmp_pat
         pipeline([3], 4.0, num_inference_steps=2)
 
 
-def test_latents_without_an_autoencoder_are_given_as_latents_or_refused(tmp_path):
+def test_latents_need_an_autoencoder_or_stay_latents(tmp_path):
     make_run(tmp_path / "run", LATENT)
     assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export_latents")]) == 0
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "export_latents", trust_remote_code=True)

@@ -19,7 +19,6 @@ from moh_lm.vision.config import DiTConfig, DiTTraining, ImageHeadsConfig, Image
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.loader import open_source
 from moh_lm.vision.transnext import TransNeXt
-from tools import head_report_images
 from tools.heads import image_report
 from tools.hf.convert.import_step import write_step
 from tools.hf.convert.import_weights import Part
@@ -132,7 +131,7 @@ def test_loads_of_a_vit_are_those_that_a_loop_over_tokens_counts(images):
     check_against_loop(report, found, {image: [call] for call, image in enumerate(chosen)})
 
 
-def test_loads_of_a_dit_are_those_of_images_noised_at_a_step_of_every_tenth(images):
+def test_loads_of_a_dit_are_those_of_a_step_of_every_tenth(images):
     config, model = dit()
     source = open_source(images)
     report = image_report.report_of(config, model, source, [0, 1, 2], 7, 4)
@@ -173,7 +172,7 @@ def test_a_head_that_one_class_always_selects_is_found(images):
     assert report["entropy"][0] == pytest.approx(even) and math.isnan(report["gate"][0][3])
 
 
-def test_the_difference_of_classes_does_not_count_that_they_have_few_images():
+def test_the_difference_of_classes_is_free_of_their_sampling():
     draw, counts, heads = np.random.default_rng(0), np.array([2, 5, 3, 1, 4, 2]), 40_000
     labels = np.repeat(np.arange(6), counts)
     for spread in (0.0, 0.1):
@@ -200,16 +199,12 @@ def write_run(directory, config, model):
     return directory
 
 
-def call(capsys, *arguments):
-    code = head_report_images.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
-
-
 @pytest.mark.parametrize("make", [vit, dit])
-def test_the_files_and_the_table_tell_the_loads_of_the_checkpoint(capsys, images, tmp_path, make):
+def test_the_files_and_the_table_tell_the_loads_of_the_checkpoint(tool, images, tmp_path, make):
     config, model = make()
     run = write_run(tmp_path / "run", config, model)
-    code, out, _ = call(capsys, run, "--images", images, "--output", tmp_path / "heads", "--batch-size", 5)
+    output = ("--output", tmp_path / "heads")
+    code, out, _ = tool("head_report_images", run, "--images", images, *output, "--batch-size", 5)
     assert code == 0
     report = json.loads((tmp_path / "heads" / "heads.json").read_text())
     expected = image_report.report_of(config, model, open_source(images), [0, 1, 2], 12, 5)
@@ -224,18 +219,18 @@ def test_the_files_and_the_table_tell_the_loads_of_the_checkpoint(capsys, images
         assert picture.format == "PNG" and len(picture.convert("RGB").getcolors()) > 8
 
 
-def test_names_of_classes_are_drawn_as_they_are_spelled_and_what_is_no_utf_8_is_replaced(capsys, images, tmp_path):
-    run, drawn = write_run(tmp_path / "run", *vit()), []
+def test_names_of_classes_are_drawn_as_they_are_spelled(tool, images, tmp_path):
+    run, drawn, output = write_run(tmp_path / "run", *vit()), [], ("--output", tmp_path / "heads")
     for name in ("$\\frac$ \udcff", "$\\frac$ \ufffd"):
         shutil.copytree(images, tmp_path / name)
         (tmp_path / name / "class-1").rename(tmp_path / name / name)
-        code, *_ = call(capsys, run, "--images", tmp_path / name, "--output", tmp_path / "heads", "--classes", 0)
+        code, *_ = tool("head_report_images", run, "--images", tmp_path / name, *output, "--classes", 0)
         assert code == 0
         drawn.append((tmp_path / "heads" / "heads.png").read_bytes())
     assert drawn[0] == drawn[1]
 
 
-def test_what_has_to_be_mended_is_said(capsys, images, tmp_path, monkeypatch):
+def test_what_has_to_be_mended_is_said(tool, images, tmp_path, monkeypatch):
     run, dense = write_run(tmp_path / "run", *vit()), write_run(tmp_path / "dense", *vit(DENSE))
     (tmp_path / "one" / "class").mkdir(parents=True)
     Image.new("L", (SIDE, SIDE)).save(tmp_path / "one" / "class" / "0.png")
@@ -247,21 +242,21 @@ def test_what_has_to_be_mended_is_said(capsys, images, tmp_path, monkeypatch):
         ((run, "--images", images, "--number", 2), "--number 2: must be at least 3, one of each class"),
         ((run, "--images", images, "--weights", "ema"), "no moving average"),
     ]:
-        code, _, err = call(capsys, *arguments, *output)
+        code, _, err = tool("head_report_images", *arguments, *output)
         assert code == 2 and words in err and err.startswith("head_report_images: ")
     assert not (tmp_path / "heads").exists()
     for module in ("tools.heads.images", "tools.heads.pictures"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that its import fails
-    code, out, err = call(capsys, run, "--images", images, *output)
+    code, out, err = tool("head_report_images", run, "--images", images, *output)
     assert code == 2 and "pip install -e '.[plot]'" in err
     assert "entropy" in out and [path.name for path in (tmp_path / "heads").iterdir()] == ["heads.json"]
 
 
-def test_a_damaged_image_is_one_line(capsys, images, tmp_path):
+def test_a_damaged_image_is_one_line(tool, images, tmp_path):
     run = write_run(tmp_path / "run", *vit())
     for number in range(CLASSES):
         (tmp_path / "bad" / str(number)).mkdir(parents=True)
         (tmp_path / "bad" / str(number) / "0.png").write_bytes(b"no image")
-    code, _, err = call(capsys, run, "--images", tmp_path / "bad", "--output", tmp_path / "heads")
+    code, _, err = tool("head_report_images", run, "--images", tmp_path / "bad", "--output", tmp_path / "heads")
     assert code == 1 and "cannot be read as an image" in err.splitlines()[-1]

@@ -94,7 +94,7 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def call(file, kind, preset, *more):
+def import_file(file, kind, preset, *more):
     return import_vision.main([file, "--kind", kind, "--preset", preset, "--output", "run", *more])
 
 
@@ -111,24 +111,24 @@ def check_step(state):
         assert torch.equal(reader.read("master", name), tensor.float()), name
 
 
-def test_of_a_training_file_of_a_dit_the_average_is_read_and_its_sizes_are_taken(tmp_path):
+def test_the_average_and_sizes_of_a_dit_file_are_read(tmp_path):
     average, latest = weights("dit"), weights("dit")
     settings = argparse.Namespace(model="T", lr=1e-4, sizes=[1, 2])
     optimizer = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 1e-4}]}
     latest = {f"module.{name}": tensor for name, tensor in latest.items()}
     torch.save({"model": latest, "ema": average, "opt": optimizer, "args": settings}, "file.pt")
-    assert call("file.pt", "dit", "T-75") == 0
+    assert import_file("file.pt", "dit", "T-75") == 0
     check_step(average)
     model = DiTTraining.load("run/checkpoints/step-0/config.json").model
     assert (model.in_channels, model.patch_size, model.input_size, model.num_classes) == (2, 4, 64, 9)
     assert model.heads.num_shared_heads == (2, 4)
 
 
-def test_the_weights_that_are_asked_for_are_read_without_their_prefix():
+def test_weights_that_are_asked_for_lose_their_prefix():
     average, latest = weights("dit"), weights("dit")
     named = {f"module.{name}": tensor for name, tensor in latest.items()}
     torch.save({"model": named, "ema": average}, "file.pt")
-    assert call("file.pt", "dit", "T-75", "--weights", "model") == 0
+    assert import_file("file.pt", "dit", "T-75", "--weights", "model") == 0
     check_step(latest)
 
 
@@ -136,7 +136,7 @@ def test_the_weights_that_are_asked_for_are_read_without_their_prefix():
 def test_a_file_of_a_vit_is_read(preset):
     state = weights("vit", preset == "T-75")
     torch.save({"model": state, "epoch": 300, "max_accuracy": 84.9}, "file.pth")
-    assert call("file.pth", "vit", preset, "--image-size", "64") == 0
+    assert import_file("file.pth", "vit", preset, "--image-size", "64") == 0
     check_step(state)
     model = ViTTraining.load("run/checkpoints/step-0/config.json").model
     assert (model.image_size, model.in_channels, model.num_classes) == (64, 1, 5)
@@ -145,13 +145,13 @@ def test_a_file_of_a_vit_is_read(preset):
 def test_a_bare_state_dict_in_safetensors_is_read_and_widened():
     state = {name: tensor.bfloat16() for name, tensor in weights("dit", mixture=False).items()}
     save_file(state, "file.safetensors")
-    assert call("file.safetensors", "dit", "T") == 0
+    assert import_file("file.safetensors", "dit", "T") == 0
     check_step(state)
 
 
-def test_the_tool_of_checkpoints_shows_the_import_and_later_its_images(capsys):
+def test_tools_checkpoint_shows_the_import_and_its_images(capsys):
     torch.save(weights("vit"), "file.pth")
-    assert call("file.pth", "vit", "T-75", "--image-size", "64") == 0
+    assert import_file("file.pth", "vit", "T-75", "--image-size", "64") == 0
     assert checkpoint.main(["show", "run"]) == 0
     assert " UTC by tools/import_vision.py\n" in capsys.readouterr().out
     step = find_step("run")
@@ -166,19 +166,19 @@ def test_the_tool_of_checkpoints_shows_the_import_and_later_its_images(capsys):
 def test_steps_of_two_programs_are_not_compared(capsys):
     for kind in "vit", "dit":
         torch.save(weights(kind), "file.pth")
-        assert call("file.pth", kind, "T-75", "--output", kind, *["--image-size", "64"] * (kind == "vit")) == 0
+        assert import_file("file.pth", kind, "T-75", "--output", kind, *["--image-size", "64"] * (kind == "vit")) == 0
     capsys.readouterr()
     assert checkpoint.main(["diff", "vit", "dit"]) == 2
     assert "step-0: is of moh_lm.vision dit, and A of moh_lm.vision vit; give" in capsys.readouterr().err
     assert checkpoint.main(["diff", "vit", "vit"]) == 0
 
 
-def test_each_key_that_differs_has_its_sentence_and_nothing_is_written(tmp_path, capsys):
+def test_each_key_that_differs_has_its_sentence(tmp_path, capsys):
     state = weights("vit")
     del state["head.bias"]
     state |= {"norm2.weight": torch.zeros(9), "block2.0.attn.wg_2.weight": torch.zeros(1)}
     torch.save(state, "file.pth")
-    assert call("file.pth", "vit", "T-75") == 2
+    assert import_file("file.pth", "vit", "T-75") == 2
     assert capsys.readouterr().err.splitlines() == [
         "import_vision: file.pth: head.bias: is missing",
         "import_vision: file.pth: norm2.weight: has shape [9] and the preset [8]",
@@ -189,7 +189,7 @@ def test_each_key_that_differs_has_its_sentence_and_nothing_is_written(tmp_path,
 
 def test_of_many_differences_ten_lines_are_said(capsys):
     torch.save(weights("dit"), "file.pth")
-    assert call("file.pth", "vit", "T-75") == 2
+    assert import_file("file.pth", "vit", "T-75") == 2
     lines = capsys.readouterr().err.splitlines()
     count = len(vit_shapes(True)) + len(dit_shapes(True)) - 1  # positions are no parameter
     assert len(lines) == 10 and lines[-1].endswith(f"{count - 9} more parameters differ; give the --preset of the file")
@@ -204,7 +204,7 @@ def test_code_in_a_file_is_not_run(tmp_path, capsys):
     torch.save({"model": weights("dit"), "more": Harmful()}, "file.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Harmful(), protocol=2))
     for file in ("file.pt", "plain.pt"):
-        assert call(file, "dit", "T-75") == 2
+        assert import_file(file, "dit", "T-75") == 2
         error = capsys.readouterr().err
         assert f"{file}: holds no weights alone (Unsupported global: GLOBAL" in error and error.count("\n") == 1
     assert not (tmp_path / "harm").exists() and not (tmp_path / "run").exists()

@@ -18,7 +18,7 @@ from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import json_bytes, read_facts, seal, sha256_of
 from moh_lm.data.shards import ShardWriter, write_manifest
-from tests.tokenizing import llama_3_vocabulary, tokenize
+from tests.tokenizing import llama_3_vocabulary, tokenize, train_model
 from tools import inspect_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +31,7 @@ FLAGS = "--seq-length 16 --validation-fraction 0.05 --seed 7".split()
 def model(tmp_path_factory):
     random = np.random.default_rng(0)
     text = [" ".join(random.choice(WORDS, 12)) for _ in range(300)]
-    trained = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text), model_writer=trained, vocab_size=300, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model") / "tokenizer.model"
-    path.write_bytes(trained.getvalue())
-    return path
+    return train_model(tmp_path_factory.mktemp("model"), "\n".join(text), 300)
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +59,22 @@ def corpus(tmp_path_factory, model):
     return directory, texts
 
 
-def run(*arguments, code=0):
+def inspect(*arguments, code=0):
     """(stdout, stderr) of the tool, run in this process."""
     with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
         assert inspect_data.main(list(map(str, arguments))) == code
     return stdout.getvalue(), stderr.getvalue()
 
 
-def run_json(*arguments, code=0):
-    return json.loads(run(*arguments, "--json", code=code)[0])
+def inspect_json(*arguments, code=0):
+    return json.loads(inspect(*arguments, "--json", code=code)[0])
 
 
 def test_counts_lengths_and_drops_are_those_of_the_documents(corpus, model):
     directory, texts = corpus
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     lengths = {source: [len(processor.encode(text)) + 1 for text in found] for source, found in texts.items()}
-    rows = {row["name"]: row for row in run_json(directory)["sources"]}
+    rows = {row["name"]: row for row in inspect_json(directory)["sources"]}
     for source, counts in lengths.items():
         row = rows[source]
         assert (row["documents"], row["tokens"], row["longest"]) == (len(counts), sum(counts), max(counts))
@@ -90,7 +83,7 @@ def test_counts_lengths_and_drops_are_those_of_the_documents(corpus, model):
             assert number == sum(int(start) <= length < 2 * int(start) for length in counts)
         assert sum(row["lengths"].values()) == len(counts)
     assert (rows["books"]["dropped"], rows["wiki"]["dropped"]) == ({"broken JSON": 3}, {})
-    table = run(directory)[0]
+    table = inspect(directory)[0]
     assert max(map(len, table.splitlines())) <= 100
     assert f"{sum(lengths['books']):,}" in table
     assert f"{sum(map(len, texts['books'])) / sum(lengths['books']):.2f}" in table
@@ -100,18 +93,18 @@ def test_counts_lengths_and_drops_are_those_of_the_documents(corpus, model):
 def test_planned_epochs_are_those_of_the_run(corpus):
     directory, _ = corpus
     flags = ["--train-tokens", "64K", "--batch-tokens", "256", "--data-mix", "books=1", "wiki=3", *FLAGS]
-    plan = run_json(directory, *flags)["plan"]
+    plan = inspect_json(directory, *flags)["plan"]
     data = DataConfig(str(directory), (("books", "1"), ("wiki", "3")), 0.05)
     assert plan == Dataset.open(data, seq_length=16, seed=7, vocab_size=300).plan(4000)
-    assert f"{plan[1]['epochs']:.3f}" in run(directory, *flags)[0]
+    assert f"{plan[1]['epochs']:.3f}" in inspect(directory, *flags)[0]
 
 
-def test_a_sample_is_the_text_that_the_run_reads_with_its_source_epoch_and_position(corpus, model):
+def test_a_sample_is_the_text_that_the_run_reads(corpus, model):
     directory, texts = corpus
     dataset = Dataset.open(DataConfig(str(directory), (), 0.05), seq_length=16, seed=7, vocab_size=300)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     numbers = [0, 1, 5, 700, 1234]
-    report = run_json(directory, *FLAGS, "--sample", *numbers)
+    report = inspect_json(directory, *FLAGS, "--sample", *numbers)
     for number, sample in zip(numbers, report["samples"], strict=True):
         source, epoch, position = (int(column[0]) for column in dataset.mixture.locate([number]))
         assert (sample["sample"], sample["source"]) == (number, dataset.source_names[source])
@@ -125,11 +118,11 @@ def test_a_sample_is_the_text_that_the_run_reads_with_its_source_epoch_and_posit
             assert part["text"].strip() in text
             assert part["ids"][0] != processor.eos_id() or len(part["ids"]) == 1
             assert processor.eos_id() not in part["ids"][:-1]
-    shown = run(directory, *FLAGS, "--sample", 700)[0]
+    shown = inspect(directory, *FLAGS, "--sample", 700)[0]
     assert all(part["text"].strip() in shown for part in report["samples"][3]["pieces"])
 
 
-def test_data_that_is_too_little_for_the_defaults_of_a_run_is_sampled_in_shorter_windows(model, tmp_path):
+def test_little_data_is_sampled_in_shorter_windows(model, tmp_path):
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     (tmp_path / "notes").mkdir()
     facts = {"text_bytes": 9, "dropped": {}, "inputs": []}
@@ -140,19 +133,19 @@ def test_data_that_is_too_little_for_the_defaults_of_a_run_is_sampled_in_shorter
             shard.commit(facts)
     write_manifest(tmp_path)
     total = 64 * (len(processor.encode("the quick brown fox")) + 1)
-    output, message = run(tmp_path, "--sample", 0, "--tokenizer", model, "--json")
+    output, message = inspect(tmp_path, "--sample", 0, "--tokenizer", model, "--json")
     seq_length = int(message.split("--seq-length ")[1])
     assert "--validation-fraction 0 " in message and seq_length < total <= 2 * seq_length + 1
     (sample,) = json.loads(output)["samples"]
     assert sum(len(part["ids"]) for part in sample["pieces"]) == seq_length + 1
     assert "quick brown fox" in sample["pieces"][1]["text"]
-    _, message = run(tmp_path, "--sample", 0, "--seq-length", 2048, code=2)
+    _, message = inspect(tmp_path, "--sample", 0, "--seq-length", 2048, code=2)
     assert "--validation-fraction" in message or "training tokens" in message
-    _, message = run(tmp_path, "--sample", 0, "--seq-length", 16)
+    _, message = inspect(tmp_path, "--sample", 0, "--seq-length", 16)
     assert message.endswith("these are samples with --validation-fraction 0\n")
 
 
-def test_a_sample_of_a_run_whose_data_changed_is_found_by_the_state_of_its_checkpoint(corpus, tmp_path):
+def test_a_sample_before_a_change_of_data_is_found_by_the_state(corpus, tmp_path):
     directory, _ = corpus
     rounded = (("books", "0.5333337"), ("wiki", "0.66666701"))  # to numbers with a common divisor
     mixes = [(("books", "1"), ("wiki", "1")), rounded]
@@ -163,7 +156,7 @@ def test_a_sample_of_a_run_whose_data_changed_is_found_by_the_state_of_its_check
     state = {"step": 9, "consumed_samples": 300, "data": second.state()}
     (tmp_path / "state.json").write_text(json.dumps(state))
     numbers = [0, 99, 100, 101, 300]
-    output, message = run(directory, "--state", tmp_path / "state.json", "--sample", *numbers, "--json")
+    output, message = inspect(directory, "--state", tmp_path / "state.json", "--sample", *numbers, "--json")
     samples = json.loads(output)["samples"]
     for number, sample in zip(numbers, samples, strict=True):
         dataset = first if number < 100 else second
@@ -179,32 +172,32 @@ def test_a_sample_of_a_run_whose_data_changed_is_found_by_the_state_of_its_check
     shutil.copytree(directory, changed)
     (changed / "books" / "b-1.json").unlink()
     write_manifest(changed)
-    _, message = run(changed, "--state", tmp_path / "state.json", "--sample", 100, code=2)
+    _, message = inspect(changed, "--state", tmp_path / "state.json", "--sample", 100, code=2)
     assert "source books had other shards" in message
 
 
 def test_documents_come_back_as_text(corpus):
     directory, texts = corpus
-    documents = run_json(directory, "--document", "books:0", "books:41", "wiki:39")["documents"]
+    documents = inspect_json(directory, "--document", "books:0", "books:41", "wiki:39")["documents"]
     assert [document["text"] for document in documents] == [texts["books"][0], texts["books"][41], texts["wiki"][39]]
-    assert texts["books"][0].split()[0] in run(directory, "--document", "books:0")[0]
+    assert texts["books"][0].split()[0] in inspect(directory, "--document", "books:0")[0]
 
 
-def test_shards_of_another_tool_are_read_from_a_directory_or_by_prefix(corpus, model, tmp_path):
+def test_foreign_shards_are_read_from_a_directory_or_by_prefix(corpus, model, tmp_path):
     directory, texts = corpus
     for unit in UNITS["books"]:
         for suffix in ("bin", "idx"):
             shutil.copy(directory / "books" / f"{unit}.{suffix}", tmp_path / f"{unit}.{suffix}")
-    (row,) = run_json(tmp_path)["sources"]
+    (row,) = inspect_json(tmp_path)["sources"]
     assert (row["name"], row["shards"], row["documents"], row["text_bytes"]) == (tmp_path.name, 2, 80, None)
-    (row,) = run_json(tmp_path / "b-1")["sources"]
+    (row,) = inspect_json(tmp_path / "b-1")["sources"]
     assert (row["shards"], row["documents"]) == (1, 40)
     name = f"{tmp_path.name}:3"
-    (document,) = run_json(tmp_path / "b-1", "--document", name, "--tokenizer", model)["documents"]
+    (document,) = inspect_json(tmp_path / "b-1", "--document", name, "--tokenizer", model)["documents"]
     assert document["text"] == texts["books"][43]
-    (document,) = run_json(tmp_path / "b-1", "--document", name)["documents"]
+    (document,) = inspect_json(tmp_path / "b-1", "--document", name)["documents"]
     assert document["text"] == " ".join(map(str, document["ids"]))
-    assert "2 shards read in full, 2 have no checksums" in run(tmp_path, "--verify")[0]
+    assert "2 shards read in full, 2 have no checksums" in inspect(tmp_path, "--verify")[0]
 
 
 def test_a_document_of_several_sequences_counts_once(tmp_path):
@@ -213,9 +206,9 @@ def test_a_document_of_several_sequences_counts_once(tmp_path):
     index += struct.pack("<4q", 0, 16, 20, 20) + struct.pack("<3q", 0, 2, 4)
     (tmp_path / "x.idx").write_bytes(index)
     (tmp_path / "x.bin").write_bytes(np.arange(10, dtype="<i4").tobytes())
-    (row,) = run_json(tmp_path)["sources"]
+    (row,) = inspect_json(tmp_path)["sources"]
     assert (row["documents"], row["tokens"], row["longest"], row["lengths"]) == (2, 10, 5, {"4": 2})
-    (document,) = run_json(tmp_path, "--document", f"{tmp_path.name}:1")["documents"]
+    (document,) = inspect_json(tmp_path, "--document", f"{tmp_path.name}:1")["documents"]
     assert (document["ids"], document["first"]) == ([5, 6, 7, 8, 9], 5)
 
 
@@ -223,7 +216,7 @@ def test_verification_names_every_damaged_file_and_its_block(corpus, tmp_path):
     directory, _ = corpus
     damaged = tmp_path / "damaged"
     shutil.copytree(directory, damaged)
-    assert run_json(damaged, "--verify") == {"verified": 3, "without_checksums": 0, "problems": []}
+    assert inspect_json(damaged, "--verify") == {"verified": 3, "without_checksums": 0, "problems": []}
     for name, position in (("books/b-0.bin", 101), ("wiki/w-0.idx", 300)):
         data = bytearray((damaged / name).read_bytes())
         data[position] ^= 1
@@ -233,13 +226,13 @@ def test_verification_names_every_damaged_file_and_its_block(corpus, tmp_path):
     manifest["sources"]["wiki"]["units"]["w-0"]["content"] = "0" * 64
     (damaged / "manifest.json").write_bytes(seal(json_bytes(manifest)))
     shutil.copy(damaged / "wiki" / "w-0.json", damaged / "wiki" / "w-1.json")
-    problems = run_json(damaged, "--verify", code=1)["problems"]
+    problems = inspect_json(damaged, "--verify", code=1)["problems"]
     expected = ["books/b-0.bin: block 0,", "wiki/w-0.idx: block 0,", "books/b-1.bin", "wiki/w-1.json: is not in"]
     expected.append("wiki/w-0.json: has other checksums than manifest.json")
     for words in expected:
         assert sum(words in problem for problem in problems) == 1, (words, problems)
     assert len(problems) == len(expected)
-    _, message = run(damaged, "--verify", code=1)
+    _, message = inspect(damaged, "--verify", code=1)
     assert sorted(message.splitlines()) == sorted(f"inspect_data: {problem}" for problem in problems)
 
 
@@ -248,7 +241,7 @@ def test_what_is_damaged_does_not_hide_what_is_sound(corpus, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(directory, damaged)
     (damaged / "books" / "b-1.idx").write_bytes(b"")
-    report = run_json(damaged, code=1)
+    report = inspect_json(damaged, code=1)
     assert {row["name"]: row["documents"] for row in report["sources"]} == {"books": 40, "wiki": 40}
     assert len(report["problems"]) == 1
     assert "b-1.idx" in report["problems"][0]
@@ -261,11 +254,11 @@ def test_text_in_the_tokens_of_llama_3_is_decoded(tmp_path):
     text = "the text and the 文字"
     (tmp_path / "a.txt").write_text(text)
     tokenize(tmp_path / "llama.model", tmp_path / "data", f"a={tmp_path}/a.txt")
-    (document,) = run_json(tmp_path / "data", "--document", "a:0")["documents"]
+    (document,) = inspect_json(tmp_path / "data", "--document", "a:0")["documents"]
     assert (document["text"], document["ids"][0], document["ids"][-1]) == (text, 257, 128_001)  # the end of text
 
 
-def test_the_command_works_from_anywhere_and_ends_quietly_with_its_reader(corpus, tmp_path):
+def test_the_command_runs_anywhere_and_ends_with_its_reader(corpus, tmp_path):
     numbers = " ".join(map(str, range(2000)))  # of output more than a pipe holds
     arguments = f"{corpus[0]} {' '.join(FLAGS)} --json --sample {numbers}"
     command = f"{sys.executable} {ROOT}/tools/inspect_data.py {arguments} | head -n 1"
@@ -290,7 +283,7 @@ def test_the_command_works_from_anywhere_and_ends_quietly_with_its_reader(corpus
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(corpus, arguments, words):
-    output, message = run(*(corpus[0] if text == "DIR" else text for text in arguments), code=2)
+    output, message = inspect(*(corpus[0] if text == "DIR" else text for text in arguments), code=2)
     assert output == ""
     assert message.count("\n") == 1
     assert words in message

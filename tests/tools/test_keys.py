@@ -55,7 +55,7 @@ def test_every_field_of_a_model_has_its_key():
     assert heads - {entry.field for entry in keys.HEADS} <= {*TRAINING_ONLY, *SPREAD}
 
 
-def test_the_remote_configuration_has_every_key_with_the_default_of_the_table():
+def test_the_remote_configuration_has_the_defaults_of_the_table():
     arguments = inspect.signature(MoHLlamaConfig.__init__).parameters
     defaults = DEFAULTS | {name: argument.default for name, argument in arguments.items()}
     written = {entry.key for entry in (*keys.MODEL, *keys.OURS, *keys.HEADS)} | {"rope_theta", "rope_scaling"}
@@ -74,7 +74,7 @@ def test_keys_that_say_nothing_are_left_out():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_written_is_read_again_and_understood_by_the_remote_configuration(name):
+def test_what_is_written_is_read_by_import_and_remote_code(name):
     model = MODELS[name]
     kind = TYPES.get(name, "moh_llama")
     assert keys.model_type(model) == kind
@@ -100,7 +100,7 @@ def test_what_is_written_is_read_again_and_understood_by_the_remote_configuratio
 
 
 @pytest.mark.parametrize("absent", ["routing", "two_stage", "routing_unit", "routing_dtype", "load_balance_bias_rate"])
-def test_a_key_that_is_absent_means_to_an_import_what_it_means_to_the_remote_configuration(absent):
+def test_an_absent_key_means_the_same_to_import_and_remote_code(absent):
     values = {"model_type": "moh_llama", "max_position_embeddings": 64, **keys.written(MODELS["plain"])}
     values = {key: value for key, value in values.items() if key != absent}
     assert getattr(model_config(values).heads, absent) == getattr(MoHLlamaConfig(**values), absent)

@@ -84,7 +84,7 @@ WINDOWS = {
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("changes", WINDOWS.values(), ids=WINDOWS)
-def test_windows_and_positions_are_those_of_the_equations_with_a_cache_and_without(changes, attention, tmp_path):
+def test_windows_and_positions_equal_the_equations(changes, attention, tmp_path):
     model, tokens = make_model(kernels=attention, **changes), random_tokens(2, 14)
     assert_equals_reference(model, tokens[0])
     whole = model(tokens, use_cache=False).logits
@@ -117,7 +117,7 @@ def test_windows_and_positions_are_those_of_the_equations_with_a_cache_and_witho
     ],
 )
 @torch.no_grad()
-def test_groups_of_heads_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, budgets, routing):
+def test_groups_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, budgets, routing):
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "routing_unit": unit, "routing": routing}
     changes |= {"num_shared_heads": budgets[0], "num_active_routed_heads": budgets[1]}
     model = make_model(**changes, routing_top_p=None if routing in ("query_norm", "sigmoid", "relu") else top_p)
@@ -128,7 +128,7 @@ def test_groups_of_heads_and_varying_numbers_of_heads_equal_the_equations(unit, 
 
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @pytest.mark.parametrize("shared", [0, 1, 3, 4])
-def test_layers_with_none_one_and_all_heads_shared_equal_the_equations(routing, shared):
+def test_layers_with_none_one_and_all_shared_equal_the_equations(routing, shared):
     active = min(2, 4 - shared)
     changes = {"num_shared_heads": [shared] * 2, "num_active_routed_heads": [active] * 2, "routing": routing}
     assert_equals_reference(make_model(**changes), random_tokens(1, 9)[0])
@@ -148,7 +148,7 @@ def test_of_equal_scores_the_lower_head_index_is_selected(routing):
     assert_equals_reference(model, random_tokens(1, 9)[0])
 
 
-def test_a_router_computes_in_fp32_from_bf16_inputs_and_under_autocast():
+def test_a_router_computes_in_fp32_from_bf16_and_in_autocast():
     config = MoHLlamaConfig(**SHAPE)
     router = layer_router(config, 0).bfloat16()
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +165,7 @@ def test_a_router_computes_in_fp32_from_bf16_inputs_and_under_autocast():
     np.testing.assert_allclose(gates[0], expected, rtol=2e-6, atol=1e-30)
 
 
-def test_gates_have_no_gradient_where_a_rank_has_a_part_of_the_heads(monkeypatch):
+def test_gates_have_no_gradient_where_heads_are_split(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     gates = torch.arange(4.0).requires_grad_()
     mine = local_heads(gates, 2)
@@ -188,7 +188,7 @@ def query_norm_router(heads):
     return layer_router(MoHLlamaConfig(**shape, num_shared_heads=[1], num_active_routed_heads=[2]), 0)
 
 
-def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scores():
+def test_query_norm_gates_are_one_with_the_gradient_of_scores():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 5, 4, generator=generator, requires_grad=True)
     upstream = torch.randn(5, generator=generator)

@@ -52,7 +52,7 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
 
 @pytest.mark.parametrize("changes", [*CASES, COUNTED])
 @torch.no_grad()
-def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes):
+def test_greedy_text_is_the_same_for_every_cache_and_padding(changes):
     model, tokens = make_model(**changes), random_tokens(2, 7)
     expected = tokens
     for _ in range(GREEDY["max_new_tokens"]):  # generation without generate()
@@ -70,7 +70,7 @@ def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(ch
 
 @pytest.mark.parametrize("changes", OWN_KEYS)
 @torch.no_grad()
-def test_heads_that_keep_their_own_tokens_equal_the_equations_in_beams_too(changes):
+def test_heads_with_their_own_keys_equal_the_equations(changes):
     model, tokens = make_model(**changes), random_tokens(2, 7)
     assert_equals_reference(model, random_tokens(1, 14)[0])
     beams = GREEDY | {"num_beams": 3}
@@ -83,7 +83,7 @@ def test_heads_that_keep_their_own_tokens_equal_the_equations_in_beams_too(chang
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
-def test_a_mask_that_later_tokens_bring_holds_for_heads_with_their_own_keys(attention):
+def test_a_later_mask_holds_for_heads_with_their_own_keys(attention):
     model, tokens = make_model(kernels=attention, routed_keys="selected"), random_tokens(1, 10)
     visible = torch.ones(10, 10, dtype=torch.bool).tril()
     visible[6:, 1:3] = False
@@ -101,7 +101,7 @@ def test_a_mask_that_later_tokens_bring_holds_for_heads_with_their_own_keys(atte
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
-def test_heads_with_their_own_keys_are_computed_in_fp16_by_autocast(attention):
+def test_heads_with_their_own_keys_run_in_fp16_autocast(attention):
     model, tokens = make_model(kernels=attention, routed_keys="selected", num_key_value_heads=2), random_tokens(2, 9)
     expected = model(tokens, use_cache=False).logits
     with torch.autocast("cpu", dtype=torch.float16):
@@ -112,7 +112,7 @@ def test_heads_with_their_own_keys_are_computed_in_fp16_by_autocast(attention):
 
 
 @torch.no_grad()
-def test_a_cache_is_taken_by_its_name_before_transformers_5_24_and_by_the_one_since():
+def test_a_cache_is_taken_by_its_old_and_its_new_name():
     model, tokens = make_model(), random_tokens(2, 9)
     expected = model(tokens, use_cache=False).logits[:, 6:]
     for name in ("past_key_values", "cache"):
@@ -158,7 +158,7 @@ MANY = GROUPS | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
-def test_a_static_cache_keeps_as_many_heads_of_a_token_as_it_can_use(changes, kept, attention):
+def test_a_static_cache_keeps_as_many_heads_as_a_token_uses(changes, kept, attention):
     model = make_model(kernels=attention, routed_keys="selected", **changes)
     tokens, empty = random_tokens(3, 12), StaticCache(model.config, max_cache_len=16)
     mask = torch.ones_like(tokens)
@@ -201,7 +201,7 @@ def test_a_step_with_a_static_cache_of_own_keys_is_one_graph():
 
 @pytest.mark.parametrize("changes", OWN_KEYS)
 @torch.no_grad()
-def test_a_prefill_in_chunks_fills_a_static_cache_that_transformers_made_before(changes):
+def test_a_prefill_in_chunks_fills_a_static_cache(changes):
     model, tokens = make_model(**changes), random_tokens(2, 7)
     chunks = GREEDY | {"prefill_chunk_size": 2, "return_dict_in_generate": True}
     found = model.generate(tokens, cache_implementation="static", **chunks)

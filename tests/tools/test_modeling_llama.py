@@ -30,7 +30,7 @@ def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
 
 
 @torch.no_grad()
-def test_labels_give_the_mean_cross_entropy_and_logits_to_keep_the_last_logits():
+def test_labels_give_the_mean_cross_entropy():
     model, tokens = make_model(), random_tokens(2, 10)
     outputs = model(tokens, labels=tokens, output_hidden_states=True)
     rows = outputs.logits.double().log_softmax(-1)
@@ -47,7 +47,7 @@ def test_labels_give_the_mean_cross_entropy_and_logits_to_keep_the_last_logits()
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "routing": "query_norm"}])
-def test_a_saved_model_is_loaded_with_an_empty_report_and_equal_logits(changes, tmp_path):
+def test_a_saved_model_is_loaded_whole_with_equal_logits(changes, tmp_path):
     model, tokens = make_model(**changes), random_tokens(2, 10)
     model.save_pretrained(tmp_path)
     assert set(LANGUAGE) <= {path.name for path in tmp_path.iterdir()}
@@ -78,7 +78,7 @@ def test_the_exported_graph_computes_sequences_of_other_lengths(changes):
         torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
-def test_a_foreign_attention_implementation_gets_the_layer_and_the_arguments_of_the_call():
+def test_a_foreign_attention_gets_the_layer_and_its_arguments():
     """The contract of vLLM's Transformers backend, which replaces attention and passes its own objects through."""
     seen = []
 
@@ -99,7 +99,7 @@ def test_a_foreign_attention_implementation_gets_the_layer_and_the_arguments_of_
     assert seen == [(0, 6**-0.5, "mine"), (1, 6**-0.5, "mine")]
 
 
-def test_scalings_of_the_rotary_embedding_change_the_logits_and_are_read_in_both_spellings():
+def test_rotary_scalings_are_read_in_both_spellings():
     tokens = random_tokens(1, 30)
     with torch.no_grad():
         plain = make_model()(tokens).logits
@@ -112,7 +112,7 @@ def test_scalings_of_the_rotary_embedding_change_the_logits_and_are_read_in_both
             assert make_model(rope_scaling=scaling)(tokens).logits.equal(logits)
 
 
-def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
+def test_every_spelling_of_the_rotary_base_is_read_and_kept():
     spellings = (
         {"rope_theta": 500.0},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
@@ -133,7 +133,7 @@ def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ],
 )
-def test_rotary_settings_given_to_from_pretrained_are_used_and_saved(changes, tmp_path):
+def test_rotary_settings_of_from_pretrained_are_used_and_saved(changes, tmp_path):
     ids = random_tokens(2, 9)
     make_model().save_pretrained(tmp_path / "first")
     expected = make_model(**{"rope_theta": 100.0, **changes})(ids).logits

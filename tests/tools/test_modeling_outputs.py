@@ -31,7 +31,7 @@ from tests.tools.modeling_reference import assert_router_outputs, reference_bala
     ],
 )
 @torch.no_grad()
-def test_router_outputs_are_the_gates_and_the_selected_heads_of_every_layer(changes):
+def test_router_outputs_are_gates_and_selections_of_all_layers(changes):
     model, tokens = make_model(**changes), random_tokens(2, 6)
     plain = model(tokens)
     assert plain.router_gates is None and plain.router_selections is None
@@ -45,7 +45,7 @@ def test_router_outputs_are_the_gates_and_the_selected_heads_of_every_layer(chan
 
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @torch.no_grad()
-def test_output_router_logits_adds_the_load_balance_loss_without_padding(routing):
+def test_output_router_logits_adds_the_load_balance_loss(routing):
     changes = {"num_hidden_layers": 3, "num_shared_heads": [1, 4, 0], "num_active_routed_heads": [2, 0, 3]}
     model, tokens = make_model(routing=routing, **changes), random_tokens(2, 9)
     mask = torch.ones_like(tokens)
@@ -87,7 +87,7 @@ def test_attention_weights_are_returned_by_eager_attention_only():
 
 
 @torch.no_grad()
-def test_attention_weights_of_heads_with_their_own_keys_are_in_the_places_of_their_tokens():
+def test_attention_weights_of_own_keys_are_in_their_places():
     model, tokens = make_model(kernels="eager", routed_keys="selected"), random_tokens(1, 10)
     expected = model(tokens, use_cache=False, output_attentions=True).attentions
     cache = model(tokens[:, :9], output_attentions=True).past_key_values
@@ -100,7 +100,7 @@ def test_attention_weights_of_heads_with_their_own_keys_are_in_the_places_of_the
 
 
 @torch.no_grad()
-def test_a_quantized_cache_is_refused_for_heads_with_their_own_keys():
+def test_a_quantized_cache_is_refused_with_own_keys():
     cache, made = DynamicCache(), {"_quantize": None, "_dequantize": None, "get_seq_length": lambda self: 0}
     cache.layers.append(type("Quantized", (QuantizedLayer,), made)())
     with pytest.raises(ValueError, match="a quantized cache cannot keep its marks"):
@@ -108,7 +108,7 @@ def test_a_quantized_cache_is_refused_for_heads_with_their_own_keys():
 
 
 @torch.no_grad()
-def test_sequence_classification_reads_the_last_token_before_or_after_padding():
+def test_sequence_classification_reads_the_last_real_token():
     config = MoHLlamaConfig(**SHAPE, num_labels=3, pad_token_id=0)
     torch.manual_seed(0)
     model, tokens = MoHLlamaForSequenceClassification(config).eval(), random_tokens(2, 8)
@@ -130,7 +130,7 @@ def test_sequence_classification_reads_the_last_token_before_or_after_padding():
         model(tokens)
 
 
-def test_trainer_takes_the_mean_loss_of_sequence_classification_over_micro_batches(tmp_path):
+def test_trainer_averages_classification_over_micro_batches(tmp_path):
     pytest.importorskip("accelerate")
     rows = [{"input_ids": row, "labels": torch.tensor(n % 3)} for n, row in enumerate(random_tokens(4, 8))]
     losses = []
@@ -163,7 +163,7 @@ def test_trainers_label_smoothing_asks_for_the_next_token(tmp_path):
         ({"num_active_routed_heads": [0, 0]}, "layer 0 with"),
     ],
 )
-def test_what_the_model_cannot_compute_is_refused_where_it_is_given_to_from_pretrained(changes, message, tmp_path):
+def test_from_pretrained_refuses_what_the_model_cannot_compute(changes, message, tmp_path):
     make_model(layer_windows=[5, 5]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         MoHLlamaForCausalLM.from_pretrained(tmp_path, **changes)
@@ -172,7 +172,7 @@ def test_what_the_model_cannot_compute_is_refused_where_it_is_given_to_from_pret
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_the_selected_heads_are_those_of_the_trainers_router_token_by_token(routing, dtype):
+def test_selected_heads_are_those_of_the_trainers_router(routing, dtype):
     shape = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 19}
     heads = HeadsConfig(num_shared_heads=(2, 0), num_active_routed_heads=(2, 3), routing=routing)
     trainer = build_model(ModelConfig(hidden_size=16, intermediate_size=24, rope_theta=100.0, heads=heads, **shape))

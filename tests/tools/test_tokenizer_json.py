@@ -1,6 +1,5 @@
 """tools/hf/convert/tokenizer_json.py: the converted tokenizer gives SentencePiece's ids, whatever the text."""
 
-import io
 import random
 import unicodedata
 
@@ -12,7 +11,7 @@ import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
 from moh_lm.data.tiktoken_model import TiktokenModel
-from tests.tokenizing import llama_3_vocabulary
+from tests.tokenizing import llama_3_vocabulary, sentencepiece_model
 from tools.hf.convert import tiktoken_json
 from tools.hf.convert.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
 
@@ -58,13 +57,8 @@ def random_texts(seed):
 
 
 def train(path, **options):
-    blob = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(PROSE * 5), model_writer=blob, minloglevel=2, vocab_size=460, hard_vocab_limit=False,
-        **options,
-    )  # fmt: skip
-    path.write_bytes(blob.getvalue())
-    return sentencepiece.SentencePieceProcessor(model_proto=blob.getvalue())
+    model = sentencepiece_model(path, PROSE * 5, 460, **{"byte_fallback": False, **options})
+    return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
 def convert(model, directory):
@@ -97,7 +91,7 @@ def test_decoded_text_equals_that_of_sentencepiece(tokenizers):
             assert converted.decode(ids) == original.decode(ids)
 
 
-def test_special_tokens_have_the_ids_of_sentencepiece_and_eos_opens_a_document(tmp_path):
+def test_special_tokens_have_the_ids_of_sentencepiece(tmp_path):
     original = train(tmp_path / "m.model", **LLAMA, pad_id=3, eos_piece="<end>")
     converted = convert(tmp_path / "m.model", tmp_path)
     assert converted.eos_token == converted.bos_token == "<end>"
@@ -110,7 +104,7 @@ def test_special_tokens_have_the_ids_of_sentencepiece_and_eos_opens_a_document(t
     assert batch["input_ids"][0][0] == 3 and batch["attention_mask"][0][0] == 0
 
 
-def test_a_tokenizer_without_eos_declares_none_and_pads_with_unknown_text(tmp_path):
+def test_a_tokenizer_without_eos_declares_none(tmp_path):
     train(tmp_path / "m.model", **LLAMA, eos_id=-1, bos_id=-1)
     proto = read_model(tmp_path / "m.model")
     assert special_ids(proto) == {"bos": None, "eos": None, "pad": 0, "unk": 0}
@@ -140,9 +134,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
         read_model(tmp_path / "m.model")
 
 
-def test_ids_and_text_of_llama_3_s_vocabulary_are_those_of_tiktoken_also_behind_the_special_tokens(
-    tmp_path, monkeypatch
-):
+def test_ids_and_text_of_llama_3_are_those_of_tiktoken(tmp_path, monkeypatch):
     pytest.importorskip("tiktoken")
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [b"aa", b"aaa", b"ab", b"ba", b"aba", b"bab", b" a", b"th", b"the", b"  ", b"\n\n"]

@@ -82,7 +82,7 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(command, line, words, place, d
     texts = [str(data_dir) if text == "DATA" else text for text in shlex.split(line)]
     if texts[:1] == ["ok"]:
         texts = [*OK.split(), str(data_dir), *texts[1:]]
-    assert run(command, texts, monkeypatch) == 2
+    assert exit_code(command, texts, monkeypatch) == 2
     _, error = capsys.readouterr()
     assert error.endswith("\n") and error.count("\n") == 1 and words in error, error
 
@@ -100,13 +100,13 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(command, line, words, place, d
 def test_a_path_that_the_system_refuses_is_a_wrong_call_too(command, line, place, data_dir, monkeypatch, capsys):
     monkeypatch.chdir(place)
     long = "x" * 300  # above the 255 of a file system, which refuses to look for it
-    assert run(command, line.replace("LONG", long).replace("DATA", str(data_dir)).split(), monkeypatch) == 2
+    assert exit_code(command, line.replace("LONG", long).replace("DATA", str(data_dir)).split(), monkeypatch) == 2
     assert long in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_named_beside_what_must_be_given(capsys, monkeypatch):
     for command, missing in (("data_prep/tokenize.py", "--tokenizer and --output"), ("tools/plan.py", "--gpus")):
-        assert run(command, ["--nosuch"], monkeypatch) == 2
+        assert exit_code(command, ["--nosuch"], monkeypatch) == 2
         unknown, needed = capsys.readouterr().err.splitlines()
         assert "flag --nosuch is unknown" in unknown and f"{missing}: must be given" in needed
 
@@ -133,12 +133,12 @@ def test_an_unknown_flag_is_named_beside_what_must_be_given(capsys, monkeypatch)
 def test_no_command_writes_into_a_checkpoint(call, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     command, *texts = call.split()
-    assert run(f"tools/{command}", [*texts, "imported/checkpoints/step-0/new.png"], monkeypatch) == 2
+    assert exit_code(f"tools/{command}", [*texts, "imported/checkpoints/step-0/new.png"], monkeypatch) == 2
     assert "step-0/new.png: lies in a checkpoint" in capsys.readouterr().err
     assert not (place / "imported/checkpoints/step-0/new.png").exists()
 
 
-def test_a_step_that_was_moved_is_a_checkpoint_too_and_an_export_of_its_name_is_none(tmp_path):
+def test_a_step_that_was_moved_is_a_checkpoint_too(tmp_path):
     (tmp_path / "moved").mkdir()
     for name in ("manifest.json", "state.json"):
         (tmp_path / "moved" / name).touch()
@@ -148,7 +148,7 @@ def test_a_step_that_was_moved_is_a_checkpoint_too_and_an_export_of_its_name_is_
     assert output_path(str(tmp_path / "step-5")) == tmp_path / "step-5"
 
 
-def run(command, texts, monkeypatch):
+def exit_code(command, texts, monkeypatch):
     """The exit code of a command in this process."""
     if command != "moh_lm.pretrain":
         return importlib.import_module(command.removesuffix(".py").replace("/", ".")).main(texts)
@@ -176,7 +176,7 @@ print(*{"torch", "deepspeed", "transformers", "pyarrow", "numpy", "matplotlib"} 
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "\n", "")
 
 
-def test_an_installed_command_runs_the_script_that_it_is_named_after(monkeypatch, capsys):
+def test_an_installed_command_runs_the_script_of_its_name(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["/usr/bin/moh-export-hf", "--output", "out"])
     with pytest.raises(SystemExit, match="2"):

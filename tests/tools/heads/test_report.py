@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +34,17 @@ def run(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
-def call(capsys):
-    """The program in this process: arguments -> (exit code, stdout, stderr)."""
-    return lambda *arguments: (head_report.main(list(map(str, arguments))), *capsys.readouterr())
+def head_tool(tool):
+    """``tool`` for head_report."""
+    return partial(tool, "head_report")
 
 
-def test_the_page_stands_alone_and_shows_heads_json(tools, call, run, corpus, tmp_path, monkeypatch):
+def test_the_page_stands_alone_and_shows_heads_json(tools, head_tool, run, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(tools["gates"], "STEPS", 60)
     flags = ("--model", run, "--output", tmp_path / "out", "--tokens", 512, "--ablation-tokens", 64, "--l0", 1e-6, 9)
     (tmp_path / "trees").write_text("\n".join([TREES[TREES.index("1\tDogs") :]] * 31))
     flags += ("--treebank", tmp_path / "trees", "--since", run)
-    code, out, _ = call(*flags, "--data", f"a<b>&c={corpus}/a.jsonl", str(corpus / "data"))
+    code, out, _ = head_tool(*flags, "--data", f"a<b>&c={corpus}/a.jsonl", str(corpus / "data"))
     assert code == 0 and "index.html" in out
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert 'name="viewport" content="width=device-width' in page and "prefers-color-scheme: dark" in page
@@ -124,31 +125,31 @@ def test_a_scale_ends_at_the_highest_value(tools):
     assert 0 < highest(np.zeros((2, 2))) == highest(np.full((2, 2), np.nan)) < 0.01
 
 
-def test_what_has_to_be_mended_is_said(tools, call, run, corpus, tmp_path, monkeypatch):
+def test_what_has_to_be_mended_is_said(tools, head_tool, run, corpus, tmp_path, monkeypatch):
     flags = ("--model", run, "--output", tmp_path, "--data", f"a={corpus}/a.jsonl")
     for more, words in [
         (("--seq-length", 999), "must be between 32 and 64"),
         (("--data", "x=/nowhere/*"), "matches no file"),
         (("--model", tmp_path / "none"), "no such directory"),
     ]:
-        code, _, err = call(*flags, *more)
+        code, _, err = head_tool(*flags, *more)
         assert code == 2 and words in err and err.startswith("head_report: ")
     for module in ("tools.heads.report", "tools.heads.pictures"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that its import fails
-    code, _, err = call(*flags)
+    code, _, err = head_tool(*flags)
     assert code == 2 and "pip install -e '.[plot]'" in err
 
 
-def test_a_report_that_cannot_be_written_is_one_line(tools, call, run, corpus, tmp_path, monkeypatch):
+def test_a_report_that_cannot_be_written_is_one_line(tools, head_tool, run, corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     flags = ("--model", run, "--tokens", 64, "--data", f"a={corpus}/a.jsonl")
-    code, _, err = call(*flags, "--output", tmp_path / "file")
+    code, _, err = head_tool(*flags, "--output", tmp_path / "file")
     assert code == 2 and f"--output {tmp_path}/file: cannot be written" in err  # before anything is measured
 
     def full(path, data):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(head_report, "publish", full)
-    code, _, err = call(*flags, "--output", tmp_path / "out")
+    code, _, err = head_tool(*flags, "--output", tmp_path / "out")
     assert code == 1 and err.splitlines()[-1] == "head_report: no space left on device"

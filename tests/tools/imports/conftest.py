@@ -1,7 +1,5 @@
 """A Llama on the disk, and the tools as functions."""
 
-import importlib
-
 import pytest
 
 from moh_lm.kernels import gated_attention
@@ -16,20 +14,14 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture
-def tool(monkeypatch, capsys):
-    """A function that runs a program of tools/ in this process: name, arguments -> (exit code, stdout, stderr)."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+def tool(tool, monkeypatch):
+    """The same, of small files."""
     # So that weights are read in several blocks and written in several files.
     monkeypatch.setattr(import_weights, "BLOCK", 700)
     monkeypatch.setattr(import_step, "FILE_BYTES", 20_000)
     # Exports are checked with the trainer's model only: tests/tools/test_export.py has the other half.
     monkeypatch.setattr(export_check, "transformers", None)
-
-    def call(name, *arguments):
-        program = importlib.import_module(f"tools.{name}")
-        return program.main(list(map(str, arguments))), *capsys.readouterr()
-
-    return call
+    return tool
 
 
 @pytest.fixture

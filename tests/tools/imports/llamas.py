@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import sentencepiece
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,6 +11,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
+from tests.tokenizing import sentencepiece_model
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -64,8 +64,5 @@ def rewrite(source, target, absent=(), **changes):
 
 
 def small_model(path, lines, vocab_size):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(path), vocab_size=vocab_size, model_type="bpe",
-        byte_fallback=True, remove_extra_whitespaces=False, minloglevel=2,  # as LLaMA's
-    )  # fmt: skip
-    return Path(f"{path}.model")
+    """As LLaMA's."""
+    return sentencepiece_model(Path(f"{path}.model"), lines, vocab_size, remove_extra_whitespaces=False)

@@ -42,7 +42,7 @@ AUTO_MAP = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @torch.no_grad()
-def test_the_released_moh_llama3_is_read_and_computes_its_formula_without_its_code(imported, tool, tmp_path, dtype):
+def test_the_released_moh_llama3_computes_its_formula(imported, tool, tmp_path, dtype):
     dtype = getattr(torch, dtype)
     make_llama(tmp_path / "llama", seed=3, rope_parameters=BASE_ONLY)
     rewrite(tmp_path / "llama", tmp_path / "hf", auto_map=AUTO_MAP)
@@ -64,7 +64,7 @@ def test_the_released_moh_llama3_is_read_and_computes_its_formula_without_its_co
     assert (found[:, 0].double() - expected).norm() < limit * expected.norm()
 
 
-def test_routers_have_their_released_names_and_one_shared_head_needs_no_weights(imported, llama, tmp_path):
+def test_routers_have_their_released_names(imported, llama, tmp_path):
     tensors = load_file(llama[0] / "model.safetensors")
     drawn = {}
     for name, experts in (("wg", 7), ("wg_0", 2)):

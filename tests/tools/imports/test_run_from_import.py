@@ -111,7 +111,7 @@ def test_flags_that_contradict_the_import_are_named(pristine, data_dir):
 
 
 @pytest.mark.parametrize("left", [(), ("checkpoints",)])
-def test_a_run_whose_import_is_lost_or_was_cut_short_is_not_started_with_random_weights(pristine, data_dir, left):
+def test_a_run_whose_import_is_lost_or_cut_short_is_not_started(pristine, data_dir, left):
     model = "--num-layers 2 --hidden-size 48 --intermediate-size 40 --num-attention-heads 8 --vocab-size 64".split()
     if left:
         (pristine / "checkpoints" / "step-0").rename(pristine / "checkpoints" / "step-0.tmp")
@@ -122,7 +122,7 @@ def test_a_run_whose_import_is_lost_or_was_cut_short_is_not_started_with_random_
         run_ranks(run, 1, flags(data_dir, pristine, *model))
 
 
-def test_a_write_that_fails_leaves_no_step_and_the_import_can_be_repeated(tool, imported, llama, tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_no_step(tool, imported, llama, tmp_path, monkeypatch):
     left, write = 30_000, HashedFile.write
 
     def failing(file, data):

@@ -38,7 +38,7 @@ MISTRAL = dict(kind=(MistralForCausalLM, MistralConfig), rope_parameters=BASE_ON
 
 
 @pytest.mark.parametrize("window", [None, 7, 64])
-def test_a_mistral_is_imported_with_its_window_and_exported_as_it_was(imported, tool, tmp_path, window):
+def test_a_mistral_keeps_its_window_through_import_and_export(imported, tool, tmp_path, window):
     model = make_llama(tmp_path / "hf", sliding_window=window, **MISTRAL)
     run_directory = imported(tmp_path / "hf")
     assert_same_logits(run_directory, model)
@@ -52,7 +52,7 @@ def test_a_mistral_is_imported_with_its_window_and_exported_as_it_was(imported, 
         torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
-def test_a_mixture_that_selects_every_head_has_the_logits_of_the_llama(imported, llama):
+def test_a_mixture_of_every_head_has_the_logits_of_the_llama(imported, llama):
     """query_norm gives selected heads the gate 1, so with all of them on nothing is left out."""
     flags = "--head-selection mixture --routing query_norm --num-shared-heads 4 --num-active-routed-heads".split()
     assert_same_logits(imported(llama[0], *flags, "4"), llama[1])
@@ -81,7 +81,7 @@ def test_flags_of_heads_say_what_they_contradict(tool, llama, tmp_path):
         assert code == 2 and said in errors
 
 
-def test_router_weights_are_those_of_a_fresh_run_with_the_same_seed(imported, llama):
+def test_router_weights_are_those_of_a_fresh_run(imported, llama):
     run_directory = imported(llama[0], *MIXTURE, "--routing", "released", "--seed", "5")
     config = Config.load(find_step(run_directory) / "config.json").model
     fresh = build_model(config)
@@ -143,13 +143,13 @@ def test_a_mixture_becomes_a_model_of_all_or_of_its_first_heads(imported, tool, 
 GATED = dict(routing="sigmoid", layer_heads=[2, 4], num_shared_heads=[2, 4], num_active_routed_heads=[0, 0])
 
 
-def test_a_gated_export_with_other_numbers_of_heads_is_imported_as_gated(imported, tmp_path):
+def test_a_gated_export_is_imported_as_gated(imported, tmp_path):
     model = make_model(**GATED)
     model.save_pretrained(tmp_path / "hf")
     assert_same_logits(imported(tmp_path / "hf", "--head-selection", "gated"), model)
 
 
-def test_gates_at_equal_scores_weigh_the_columns_of_heads_of_several_widths(imported, tmp_path):
+def test_gates_at_equal_scores_weigh_heads_of_several_widths(imported, tmp_path):
     widths = [6, 6, 4, 2]
     make_model(head_dims=widths).save_pretrained(tmp_path / "hf")
     found = imported(tmp_path / "hf", "--head-selection", "all", "--allow-routing-change")

@@ -47,9 +47,7 @@ PARTIAL = {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}
         (4, {"layer_positions": ["learned"] * 2, "learned_positions": 64, "rope_parameters": BASE_ONLY}),
     ],
 )
-def test_important_heads_come_first_and_the_model_computes_the_same(
-    imported, data_dir, tmp_path, key_value_heads, positions
-):
+def test_important_heads_come_first_in_the_same_model(imported, data_dir, tmp_path, key_value_heads, positions):
     ours = {"kind": (MoHLlamaForCausalLM, MoHLlamaConfig), "head_selection": "all"} | positions if positions else {}
     model = make_llama(tmp_path / "hf", num_key_value_heads=key_value_heads, **ours)
     flags = "--head-selection mixture --routing query_norm --num-shared-heads 4 --num-active-routed-heads 4".split()
@@ -74,7 +72,7 @@ def test_important_heads_come_first_and_the_model_computes_the_same(
         assert all(list(importance[group]) == sorted(importance[group], reverse=True) for group in groups)
 
 
-def test_a_sample_of_text_is_measured_with_the_tokenizer_of_the_model(imported, tool, tmp_path):
+def test_a_sample_of_text_is_read_with_the_models_tokenizer(imported, tool, tmp_path):
     tokenizer = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
     make_llama(tmp_path / "hf", vocab_size=278)
     shutil.copy(tokenizer, tmp_path / "hf" / "tokenizer.model")

@@ -71,7 +71,7 @@ def test_every_spelling_of_the_rotary_embedding_is_read(imported, llama, tmp_pat
     ],
     ids=str,
 )
-def test_what_is_no_plain_llama_is_refused_by_name_and_nothing_is_written(tool, llama, tmp_path, changes, named):
+def test_what_is_no_plain_llama_is_refused_by_name(tool, llama, tmp_path, changes, named):
     rewrite(llama[0], tmp_path / "hf", **changes)
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
     assert code == 2 and named in errors
@@ -109,7 +109,7 @@ def test_biases_infinities_pickles_and_absent_shards_are_refused(tool, llama, tm
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "not an index (weight_map must give the name"),
     ],
 )
-def test_files_beside_the_weights_that_hold_something_else_are_refused(tool, tmp_path, name, text, named):
+def test_files_that_hold_something_else_are_refused(tool, tmp_path, name, text, named):
     make_llama(tmp_path / "hf", shard="30KB")
     (tmp_path / "hf" / name).write_text(text)
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
@@ -150,7 +150,7 @@ def test_files_that_an_index_does_not_name_are_passed_over(imported, llama, tmp_
     assert_same_logits(imported(tmp_path / "hf"), model)
 
 
-def test_a_table_of_early_transformers_and_a_copy_of_a_tied_head_are_passed_over(imported, tmp_path):
+def test_redundant_tensors_are_passed_over(imported, tmp_path):
     model = make_llama(tmp_path / "hf", tie_word_embeddings=True)
     path = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(path)

@@ -33,7 +33,7 @@ def test_new_rows_are_near_the_mean_of_the_old_ones_which_stay(imported, llama):
     assert torch.equal(one["model.norm.weight"], llama[1].state_dict()["model.norm.weight"])
 
 
-def test_a_new_piece_begins_as_the_mean_of_the_old_ones_that_spell_it(imported, tool, tmp_path):
+def test_a_new_piece_begins_as_the_mean_of_its_spelling(imported, tool, tmp_path):
     old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
     (tmp_path / "pieces").write_text("\u2581catdog\nsatcat\n")
     new = tmp_path / "new.model"
@@ -69,7 +69,7 @@ def test_a_new_piece_begins_as_the_mean_of_the_old_ones_that_spell_it(imported, 
 
 
 @pytest.mark.parametrize("padding", [0, 20])
-def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_the_old(imported, tmp_path, padding):
+def test_new_tokens_of_llama3_are_spelled_with_the_old(imported, tmp_path, padding):
     """Of its tokens the bytes and a pair, and two words of it after the special tokens."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"ab"]
     old = llama_3_vocabulary(tmp_path / "old.model", tokens)
@@ -90,7 +90,7 @@ def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_th
             assert ((found[first + number] - expected).abs() < 0.06 * old_rows.std(0)).all()
 
 
-def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(imported, tool, tmp_path):
+def test_the_tokenizer_of_the_source_is_exported_without_a_model(imported, tool, tmp_path):
     """The ids are those of config.json, else of generation_config.json, else of the tokens that the files name."""
     make_llama(tmp_path / "hf", bos_token_id=None, eos_token_id=[2, 3], pad_token_id=None)
     (tmp_path / "hf" / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
@@ -112,13 +112,13 @@ def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(impor
     assert "adds neither" not in (tmp_path / "out" / "README.md").read_text() and "no tokenizer:" not in printed
 
 
-def test_every_token_that_ends_a_text_is_kept_where_config_json_names_one(tmp_path):
+def test_every_token_that_ends_a_text_is_kept(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [8, 9]}')
     values = {"bos_token_id": 7, "eos_token_id": 9, "pad_token_id": None}
     assert token_ids(tmp_path, values) == {"bos": 7, "eos": [8, 9], "pad": None}
 
 
-def test_a_tokenizer_of_hugging_face_can_be_that_of_the_data_but_spells_no_new_tokens(imported, tool, tmp_path):
+def test_a_hugging_face_tokenizer_spells_no_new_tokens(imported, tool, tmp_path):
     tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
     make_llama(tmp_path / "hf", vocab_size=300)
     step = find_step(imported(tmp_path / "hf", "--tokenizer", tokenizer))

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import unquote
 
 import pyarrow
@@ -29,10 +28,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.tokenizing import ROOT
 from tests.tools.evaluating import WORDS, made_rows
-from tests.tools.test_evaluate import data, tokenizer  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
 CONVERSION = "refs/convert/parquet"
 TASKS = ["sciq", "logiqa", "arc_challenge", "lambada_openai"]
 
@@ -134,7 +132,7 @@ def hub():
     server.server_close()
 
 
-def run(program, hub, home, *arguments, python=sys.executable):
+def asked(program, hub, home, *arguments, python=sys.executable):
     """A program of tools/ by a new Python: where the hub is counts when its client is imported."""
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     changes = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
@@ -143,7 +141,7 @@ def run(program, hub, home, *arguments, python=sys.executable):
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
 
 
-def test_a_model_has_the_results_of_the_local_rows(hub, data, programs, tmp_path):  # noqa: F811
+def test_a_model_has_the_results_of_the_local_rows(hub, data, programs, tmp_path):
     words = {word: number for number, word in enumerate(["<unk>", "</s>", ":", "Question", "Answer", *WORDS])}
     made = Tokenizer(WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
@@ -153,17 +151,17 @@ def test_a_model_has_the_results_of_the_local_rows(hub, data, programs, tmp_path
     results = []
     for name, rows, python in (("hub", [], sys.executable), ("local", ["--data", data], programs / "python")):
         given = ["--model", tmp_path / "model", "--device", "cpu", "--output", tmp_path / f"{name}.json", *rows]
-        finished = run("evaluate.py", hub, tmp_path, *given, python=python)
+        finished = asked("evaluate.py", hub, tmp_path, *given, python=python)
         assert finished.returncode == 0, finished.stderr
         results.append((finished.stdout, json.loads((tmp_path / f"{name}.json").read_text())))
     assert results[0] == results[1]
 
 
-def test_questions_are_those_of_the_local_rows_also_from_the_cache(hub, data, tokenizer, tmp_path):  # noqa: F811
+def test_questions_are_those_of_the_local_rows_also_from_the_cache(hub, data, tokenizer, tmp_path):
     files = []
     for name, rows in (("hub", []), ("cache", []), ("local", ["--data", data])):
         path = tmp_path / f"{name}.jsonl"
-        finished = run("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", path, *rows)
+        finished = asked("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", path, *rows)
         assert finished.returncode == 0, finished.stderr
         files.append(path.read_text())
     assert files[0] == files[2]
@@ -172,14 +170,14 @@ def test_questions_are_those_of_the_local_rows_also_from_the_cache(hub, data, to
 
 
 @pytest.mark.parametrize("kind", ["absent", "broken", "no conversion"])
-def test_rows_that_cannot_be_had_are_one_line_with_the_remedy(kind, hub, tokenizer, tmp_path):  # noqa: F811
+def test_rows_that_cannot_be_had_are_one_line_with_the_remedy(kind, hub, tokenizer, tmp_path):
     if kind == "absent":
         del hub.repositories["EleutherAI/logiqa"]
     elif kind == "no conversion":
         del hub.repositories["EleutherAI/logiqa"][CONVERSION]
     else:
         hub.broken = ("EleutherAI/logiqa",)
-    finished = run("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", tmp_path / "file")
+    finished = asked("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", tmp_path / "file")
     assert finished.returncode == 1
     errors = [line for line in finished.stderr.splitlines() if line.startswith("evaluate_prepare: ")]
     assert "Traceback" not in finished.stderr

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from lm_eval.models import huggingface
 
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
 from tests.distributed import run_ranks
-from tests.tools.evaluating import LLM6, WORDS, call, made_rows
+from tests.tools.evaluating import LLM6, WORDS, exit_code, made_rows
 from tests.tools.exporting import PAPER, make_weights, write_checkpoint
 from tools import evaluate, evaluate_prepare, export_hf, head_report
 from tools.heads.task_text import task_domains
@@ -19,62 +18,33 @@ from tools.hf.convert import export_check
 from tools.tasks import suites
 from tools.tasks.rows import task_manager
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tasks")
-    for name, made in made_rows().items():
-        path = directory / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in made))
-    return directory
+huggingface = pytest.importorskip("lm_eval.models.huggingface")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    with open(path, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([" ".join(WORDS), "Question: Answer: Passage: Choices:"] * 20),
-            model_writer=file, vocab_size=300, hard_vocab_limit=False, byte_fallback=True, model_type="bpe",
-            minloglevel=2,
-        )  # fmt: skip
-    return path
-
-
-@pytest.fixture(scope="module")
-def programs():
-    """Modules of tools/ as the programs see them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield {"export_hf": export_hf, "export_check": export_check, "evaluate": evaluate}
-
-
-@pytest.fixture(scope="module")
-def model(programs, tokenizer, tmp_path_factory):
+def model(tokenizer, tmp_path_factory):
     """An export."""
     directory = tmp_path_factory.mktemp("model")
     run_ranks(write_checkpoint, 1, directory / "run", PAPER, tokenizer, False, 1024)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs["export_check"], "transformers", None)  # its own test loads it
-        assert call(programs["export_hf"], "--checkpoint", directory / "run", "--output", directory / "hf") == 0
+        patch.setattr(export_check, "transformers", None)  # its own test loads it
+        assert exit_code(export_hf, "--checkpoint", directory / "run", "--output", directory / "hf") == 0
     return directory / "hf"
 
 
 @pytest.fixture(scope="module")
-def result(programs, model, data, tmp_path_factory):
+def result(model, data, tmp_path_factory):
     """The file of --output for the six tasks."""
     output = tmp_path_factory.mktemp("result") / "result.json"
     given = ["--suite", "llm6", "--data", data, "--dtype", "float32", "--device", "cpu", "--output", output]
-    assert call(programs["evaluate"], "--model", model, *given) == 0
+    assert exit_code(evaluate, "--model", model, *given) == 0
     return json.loads(output.read_text())
 
 
-def requests(programs, data, suite, names, shots, scratch):
+def requests(data, suite, names, shots, scratch):
     """{task: (task object of the harness, its requests)} on local rows."""
-    tasks = suites
-    columns = {entry.task for entry in tasks.SUITES[suite] if set(entry.tasks) & set(names)}
-    manager = task_manager(tasks.entries_of(suite, columns), data, scratch)
+    columns = {entry.task for entry in suites.SUITES[suite] if set(entry.tasks) & set(names)}
+    manager = task_manager(suites.entries_of(suite, columns), data, scratch)
     found = {}
     for name, task in manager.load(names)["tasks"].items():
         task.set_config("num_fewshot", shots)
@@ -92,15 +62,13 @@ def own_score(model, original, context, continuation):
     return sum(rows[position - 1, both[position]].item() for position in range(len(before), len(both)))
 
 
-def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
-    programs, model, data, tokenizer, result, tmp_path
-):
+def test_scores_and_table_are_those_of_the_trainers_model(model, data, tokenizer, result, tmp_path):
     original = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     trainer, truthful = make_weights(PAPER), {}
     loaded = huggingface.HFLM(
         pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=8
     )
-    for name, (task, instances) in requests(programs, data, "llm6", LLM6, 0, tmp_path).items():
+    for name, (task, instances) in requests(data, "llm6", LLM6, 0, tmp_path).items():
         own = [own_score(trainer, original, *instance.args) for instance in instances]
         theirs = [score for score, _ in loaded.loglikelihood(instances, disable_tqdm=True)]
         np.testing.assert_allclose(theirs, own, rtol=0, atol=1e-4)
@@ -134,16 +102,16 @@ def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
     assert result["average"] == pytest.approx(np.mean([row["value"] for row in result["tasks"]]))
 
 
-def test_arc_easy_of_the_table_of_the_appendix_is_scored_as_by_the_harness_itself(programs, model, data, tmp_path):
+def test_arc_easy_of_the_appendix_is_scored_as_by_the_harness(model, data, tmp_path):
     """The harness's own program, task by task and question by question, on the same rows."""
     output = tmp_path / "result.json"
     given = ["--suite", "llama14e", "--tasks", "arc_easy", "--data", data, "--dtype", "float32", "--device", "cpu"]
-    assert call(programs["evaluate"], "--model", model, *given, "--output", output) == 0
+    assert exit_code(evaluate, "--model", model, *given, "--output", output) == 0
     (row,) = json.loads(output.read_text())["tasks"]
     loaded = huggingface.HFLM(
         pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=1
     )
-    task, instances = requests(programs, data, "llama14e", ["arc_easy"], 0, tmp_path)["arc_easy"]
+    task, instances = requests(data, "llama14e", ["arc_easy"], 0, tmp_path)["arc_easy"]
     scores = [score for score, _ in loaded.loglikelihood(instances, disable_tqdm=True)]
     rights = []
     for doc_id, doc in enumerate(task.eval_docs):
@@ -156,13 +124,13 @@ def test_arc_easy_of_the_table_of_the_appendix_is_scored_as_by_the_harness_itsel
     )
 
 
-def test_tasks_with_examples_take_them_from_the_training_rows(programs, model, data, tmp_path, capsys):
+def test_tasks_with_examples_take_them_from_the_training_rows(model, data, tmp_path, capsys):
     given = ["--suite", "llama14", "--data", data, "--tasks", "arc_challenge", "lambada_openai", "--limit", "3"]
-    assert call(programs["evaluate"], "--model", model, *given, "--device", "cpu") == 0
+    assert exit_code(evaluate, "--model", model, *given, "--device", "cpu") == 0
     printed = capsys.readouterr().out
     assert printed.split()[:3] == ["model", "LAMBADA", "ARC-C"] and "first 3 questions" in printed
     assert "(25)" in printed
-    found = requests(programs, data, "llama14", ["arc_challenge"], 25, tmp_path)
+    found = requests(data, "llama14", ["arc_challenge"], 25, tmp_path)
     _, instances = found["arc_challenge"]
     rows = made_rows()
     for instance in instances:
@@ -171,9 +139,7 @@ def test_tasks_with_examples_take_them_from_the_training_rows(programs, model, d
         assert instance.doc["question"] in [row["question"] for row in rows["arc_challenge/test"]]
 
 
-def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
-    programs, model, data, tokenizer, tmp_path, monkeypatch
-):
+def test_questions_with_examples_are_those_of_the_harness(model, data, tokenizer, tmp_path, monkeypatch):
     asked = []
 
     class Recorder(huggingface.HFLM):
@@ -182,10 +148,10 @@ def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
             return [(0.0, False) for _ in requests]
 
     monkeypatch.setattr(huggingface, "HFLM", Recorder)
-    prepare, path = evaluate_prepare, tmp_path / "tasks.jsonl"
+    path = tmp_path / "tasks.jsonl"
     given = ["--suite", "llama14", "--tasks", "arc_challenge", "--data", data]
-    assert call(programs["evaluate"], "--model", model, "--device", "cpu", *given) == 0
-    assert call(prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
+    assert exit_code(evaluate, "--model", model, "--device", "cpu", *given) == 0
+    assert exit_code(evaluate_prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
     encode = evaluate_prepare.encoder(tokenizer)
     expected = {}
     for doc_id, context, continuation in asked:
@@ -194,7 +160,7 @@ def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
     assert [[choice[:2] for choice in choices] for choices in prepared] == [expected[n] for n in sorted(expected)]
 
 
-def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, tmp_path, capsys):
+def test_a_comparison_has_a_line_for_every_model(model, data, result, tmp_path, capsys):
     other = {**result, "model": "somewhere/other", "average": 12.34, "max_length": 256}
     for name, content in (("one", result), ("two", other)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
@@ -217,7 +183,7 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     assert f": at most 64 of {model}, 1024 of {model}; --max-length" in capsys.readouterr().out
 
 
-def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, result, tmp_path, capsys):
+def test_a_file_of_other_tasks_or_questions_stands_in_no_table(model, result, tmp_path, capsys):
     files = {
         "other": {**result, "tasks": result["tasks"][1:2]},  # as many columns as asked for, but another one
         "fewer": {**result, "tasks": result["tasks"][:1], "limit": 5},
@@ -229,11 +195,11 @@ def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, 
     given = ["--model", model, "--suite", "llm6", "--tasks", result["tasks"][0]["task"]]
     said = ["has other columns", "--limit 5", *["neither a model nor a file"] * 3]
     for name, message in zip([*files, "absent"], said, strict=True):
-        assert call(programs["evaluate"], *given, "--compare", tmp_path / f"{name}.json") == 2
+        assert exit_code(evaluate, *given, "--compare", tmp_path / f"{name}.json") == 2
         assert message in capsys.readouterr().err
 
 
-def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_path, capsys):
+def test_wrong_arguments_and_files_are_one_line_each(model, data, tmp_path, capsys):
     (tmp_path / "sciq").mkdir()
     (tmp_path / "sciq" / "test.jsonl").write_text('{"question": "x"}\n')
     (tmp_path / "bare").mkdir()
@@ -256,24 +222,22 @@ def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_
         (["--model", model, "--suite", "llama14", "--data", data, "--tasks", "boolq"], ["validation", "boolq/train"]),
     ]
     for given, messages in cases:
-        assert call(programs["evaluate"], *given) == 2
+        assert exit_code(evaluate, *given) == 2
         errors = capsys.readouterr().err.splitlines()
         assert len(errors) == len(messages), errors
         assert all(message in error for message, error in zip(messages, errors, strict=True)), errors
 
 
-def test_an_answer_longer_than_the_sequences_of_the_model_is_refused_with_the_remedy(
-    programs, model, data, tmp_path, capsys
-):
+def test_an_answer_longer_than_the_models_sequences_is_refused(model, data, tmp_path, capsys):
     (tmp_path / "piqa").mkdir()
     rows = [json.loads(line) for line in (data / "piqa" / "validation.jsonl").read_text().splitlines()[:2]]
     rows[1]["sol2"] = " ".join(WORDS * 4)
     (tmp_path / "piqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--model", model, "--suite", "llm6", "--data", tmp_path, "--tasks", "piqa", "--max-length", 64]
-    assert call(programs["evaluate"], *given) == 2
+    assert exit_code(evaluate, *given) == 2
     error = capsys.readouterr().err
     assert "piqa: cannot be asked with sequences of 64 tokens" in error and "--max-length" in error
-    assert call(programs["evaluate"], *given[:-1], 1024) == 0
+    assert exit_code(evaluate, *given[:-1], 1024) == 0
 
 
 def test_the_prompts_of_tasks_are_the_domains_of_a_head_report(model, data, tmp_path):

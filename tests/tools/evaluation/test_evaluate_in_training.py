@@ -16,10 +16,10 @@ from moh_lm.monitor.tasks import Question, Tasks
 from moh_lm.run.text import open_data
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
-from tests.tools.evaluating import LLM6, call
-from tests.tools.test_evaluate import data, programs, tokenizer  # noqa: F401
+from tests.tools.evaluating import LLM6, exit_code
 from tests.training.runs import arguments, rows, run
-from tools import evaluate_prepare, generate, run_report
+from tools import evaluate, evaluate_prepare, export_hf, generate, run_report
+from tools.hf.convert import export_check
 
 LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}
 LIMIT = 4  # questions of each task
@@ -27,17 +27,17 @@ PROMPTS = ("the model of", "care", "head token " * 200)  # the last is longer th
 
 
 @pytest.fixture(scope="module")
-def prepared(programs, data, tokenizer, tmp_path_factory):  # noqa: F811
+def prepared(data, tokenizer, tmp_path_factory):
     """The six tasks in the form of moh_lm/monitor/tasks.py."""
     path = tmp_path_factory.mktemp("prepared") / "tasks.jsonl"
     given = ["--limit", LIMIT]
     given += ["--tokenizer", tokenizer, "--data", data, "--output", path]
-    assert call(evaluate_prepare, "--suite", "llm6", *given) == 0
+    assert exit_code(evaluate_prepare, "--suite", "llm6", *given) == 0
     return path
 
 
 @pytest.fixture(scope="module")
-def flags(data_dir, tokenizer, prepared, tmp_path_factory):  # noqa: F811
+def flags(data_dir, tokenizer, prepared, tmp_path_factory):
     """Flags of a run whose data has the tokenizer of the tasks."""
     directory = tmp_path_factory.mktemp("data") / "data"
     shutil.copytree(data_dir, directory)
@@ -72,13 +72,13 @@ def test_a_run_logs_the_tasks_at_every_evaluation_once(trained):
     assert {event.step for event in events.Scalars("loss_validation_perplexity/even")} == {0, 1, 2}
 
 
-def test_the_scores_of_a_run_are_those_of_the_harness_on_its_export(programs, trained, data, tmp_path):  # noqa: F811
+def test_scores_of_a_run_are_those_of_the_harness_on_its_export(trained, data, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs["export_check"], "transformers", None)
-        assert call(programs["export_hf"], "--checkpoint", trained, "--output", tmp_path / "hf") == 0
+        patch.setattr(export_check, "transformers", None)
+        assert exit_code(export_hf, "--checkpoint", trained, "--output", tmp_path / "hf") == 0
     output = tmp_path / "result.json"
     given = ["--suite", "llm6", "--data", data, "--device", "cpu", "--limit", LIMIT, "--output", output]
-    assert call(programs["evaluate"], "--model", tmp_path / "hf", *given) == 0
+    assert exit_code(evaluate, "--model", tmp_path / "hf", *given) == 0
     harness, ours = json.loads(output.read_text())["harness"], task_rows(trained)[2]
     assert set(ours) == set(LLM6)
     for name, metrics in ours.items():
@@ -102,17 +102,17 @@ def samples(run):
     return [(row["step"], row["prompt"], row["text"]) for row in rows]
 
 
-def test_probabilities_of_choices_too_long_for_a_number_still_have_shares():
+def test_probabilities_below_the_smallest_number_have_shares():
     tasks = Tasks(Config(), None)
     tasks.questions["a"] = [Question([1, 0], [[[1], [2], None]] * 2)]
     assert tasks.metrics("a", [900.0, 900 + np.log(3)]) == pytest.approx({"acc": 0.75})
 
 
-def test_samples_of_a_run_are_what_its_checkpoint_generates_and_each_is_logged_once(trained, capsys):
+def test_samples_are_what_the_checkpoint_generates(trained, capsys):
     found = samples(trained)
     assert [row[:2] for row in found] == [(step, prompt) for step in (0, 1, 2) for prompt in PROMPTS]
     for prompt in PROMPTS[:2]:
-        assert call(generate, "--model", trained, "--max-new-tokens", 5, "--json", "--prompt", prompt) == 0
+        assert exit_code(generate, "--model", trained, "--max-new-tokens", 5, "--json", "--prompt", prompt) == 0
         text = json.loads(capsys.readouterr().out)["text"]
         assert text != "" and (2, prompt, text) in found
     events = EventAccumulator(str(trained / "tensorboard"))
@@ -122,7 +122,7 @@ def test_samples_of_a_run_are_what_its_checkpoint_generates_and_each_is_logged_o
     assert f"<td>care</td><td>{trained.name}</td><td>2</td>" in (trained / "report.html").read_text()
 
 
-def test_a_sample_ends_with_its_document_and_before_ids_without_a_piece(tokenizer):  # noqa: F811
+def test_a_sample_ends_with_its_document_or_before_ids_without_text(tokenizer):
     given = Samples.__new__(Samples)
     given.tokenizer = Tokenizer(str(tokenizer)).model
     ids, end, beyond = given.tokenizer.encode("the model of"), given.tokenizer.eos_id(), given.tokenizer.vocab_size()
@@ -130,7 +130,7 @@ def test_a_sample_ends_with_its_document_and_before_ids_without_a_piece(tokenize
         assert given.written(given.tokenizer.encode("a text"), tokens).strip() == "the model of"
 
 
-def test_samples_after_the_checkpoint_that_a_run_goes_on_from_are_dropped(tmp_path):
+def test_samples_after_the_resumed_checkpoint_are_dropped(tmp_path):
     (tmp_path / "samples.jsonl").write_text("".join(f'{{"step": {n}, "prompt": "a", "text": "b"}}\n' for n in range(4)))
     RunLog(tmp_path, 2, Config()).close()
     assert [step for step, *_ in samples(tmp_path)] == [0, 1, 2]
@@ -219,11 +219,11 @@ def test_of_many_wrong_questions_some_are_named_and_all_counted(tmp_path):
     assert len(error.value.problems) < 12 and "and 32 more" in error.value.problems[-1]
 
 
-def test_a_row_without_a_right_answer_is_refused_when_prepared(data, tokenizer, tmp_path, capsys):  # noqa: F811
+def test_a_row_without_a_right_answer_is_not_prepared(data, tokenizer, tmp_path, capsys):
     shutil.copytree(data, tmp_path / "data")
     path = tmp_path / "data" / "piqa" / "validation.jsonl"
     path.write_text("".join(json.dumps(json.loads(line) | {"label": -1}) + "\n" for line in path.open()))
     given = ["--tokenizer", tokenizer, "--data", tmp_path / "data", "--output", tmp_path / "made"]
-    assert call(evaluate_prepare, "--suite", "llm6", "--tasks", "piqa", *given) == 2
+    assert exit_code(evaluate_prepare, "--suite", "llm6", "--tasks", "piqa", *given) == 2
     assert "piqa: row 0: gold -1: choose 0 to 1; fix the row" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()

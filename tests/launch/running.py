@@ -1,0 +1,56 @@
+"""What the tests of scripts share: commands without the variables of a launcher, and what ranks were told."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tokenizing import ROOT
+
+LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE", "MASTER_PORT"}
+
+
+def environment(**variables):
+    """This environment without what a launcher sets, with the programs of this Python first."""
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "PATH": path, "DS_ACCELERATOR": "cpu", **variables}
+
+
+def execute(command, directory, seconds=900, **variables):
+    """(exit code, output, process id) of a command; its whole process group is ended when it takes too long."""
+    with subprocess.Popen(
+        [str(word) for word in command], cwd=directory, env=environment(**variables), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output, process.pid
+
+
+def ready(programs):
+    """The variable PATH with these programs first."""
+    return {"PATH": f"{programs}{os.pathsep}{environment()['PATH']}"}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def call_of_rank(directory, rank):
+    return json.loads((directory / f"rank-{rank}.json").read_text())
+
+
+def script_arguments(script, directory, *flags):
+    """The trainer's arguments when ``script`` runs on one rank."""
+    code, output, _ = execute([sys.executable, ROOT / script, *flags], directory)
+    assert code == 0, output
+    return call_of_rank(directory, 0)["arguments"]
