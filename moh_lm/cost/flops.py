@@ -1,11 +1,14 @@
 """FLOPs of training on one token, and what a device can do of them: their ratio is the MFU."""
 
+import functools
+import math
+
 import torch
 
 from moh_lm.build import build_model
 from moh_lm.cost.devices import known_device
 from moh_lm.cost.layers import head_products, layer_products
-from moh_lm.model.matrices import is_block_matrix
+from moh_lm.model.matrices import NEWTON_SCHULZ_STEPS, blocks_of, is_block_matrix
 
 BACKWARD = 2  # a backward pass multiplies every matrix twice
 
@@ -34,6 +37,21 @@ def block_matrices(model):
         for name, weight in layer.named_parameters():
             if is_block_matrix(name):
                 yield model.of_layer(index), name, weight
+
+
+@functools.lru_cache(maxsize=8)
+def muon_flops(model, split):
+    """FLOPs of Muon's iterations on a decoder layer, their mean, in a step: {"whole": of matrices that are
+    orthogonalised whole, "blocks"}. split: --muon-split. An iteration on m rows and n columns, m <= n, multiplies
+    2 m m n + m m m times."""
+    found = {"whole": 0, "blocks": 0}
+    for layer, name, weight in block_matrices(model):
+        blocks = blocks_of(name, layer, split)
+        shape = blocks.shape(weight.shape) if blocks else weight.shape
+        small, large = sorted(shape)
+        count = weight.numel() // math.prod(shape)
+        found["blocks" if blocks else "whole"] += count * 2 * NEWTON_SCHULZ_STEPS * (2 * large + small) * small**2
+    return {kind: flops / model.num_layers for kind, flops in found.items()}
 
 
 def peak_flops(run, device):

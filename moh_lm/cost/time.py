@@ -11,9 +11,8 @@ times as fast.
 
 import numpy as np
 
-from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
-from moh_lm.training.muon import muon_flops
 
 ROUTED_LAYER_S, LAYER_S, COMPILED = 7e-3, 3.3e-3, 1.35
 

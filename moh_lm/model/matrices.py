@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
+
 
 def is_block_matrix(name):
     """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""

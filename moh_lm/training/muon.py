@@ -17,7 +17,6 @@ that it takes after that.
 Shapes: R rows and C columns of this tensor-parallel rank's part of a matrix.
 """
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -26,13 +25,12 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.checkpoint.fragments import shard_shape
-from moh_lm.cost.flops import block_matrices
-from moh_lm.model.matrices import Blocks, blocks_of
+from moh_lm.model.matrices import NEWTON_SCHULZ_STEPS, Blocks, blocks_of
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import Partition
 from moh_lm.parallel.mappings import all_gather
 
-COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's
+COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
 SCALES = {  # of an update of m rows and n columns
     "original": lambda m, n: math.sqrt(max(1, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),  # Liu et al. 2025, arXiv 2502.16982
@@ -45,7 +43,7 @@ def newton_schulz(matrices, dtype):
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)).to(dtype)  # no singular value is above 1
-    for _ in range(ITERATIONS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).to(matrices.dtype)
@@ -197,18 +195,3 @@ def find_matrices(named_parameters, place, config, groups):
         number = next(place.number for place in places if place)
         found.setdefault(number, []).append(Matrix(shape, partition, blocks, scale, places, owner))
     return found
-
-
-@functools.lru_cache(maxsize=8)
-def muon_flops(model, split):
-    """FLOPs of Muon's iterations on a decoder layer, their mean, in a step: {"whole": of matrices that are
-    orthogonalised whole, "blocks"}. split: --muon-split. An iteration on m rows and n columns, m <= n, multiplies
-    2 m m n + m m m times."""
-    found = {"whole": 0, "blocks": 0}
-    for layer, name, weight in block_matrices(model):
-        blocks = blocks_of(name, layer, split)
-        shape = blocks.shape(weight.shape) if blocks else weight.shape
-        small, large = sorted(shape)
-        count = weight.numel() // math.prod(shape)
-        found["blocks" if blocks else "whole"] += count * 2 * ITERATIONS * (2 * large + small) * small**2
-    return {kind: flops / model.num_layers for kind, flops in found.items()}

@@ -16,7 +16,7 @@ from moh_lm.checks import config_problems
 from moh_lm.cost import memory
 from moh_lm.cost.attention import attention_products
 from moh_lm.cost.devices import known_device
-from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.layers import layer_activation_bytes
 from moh_lm.cost.memory import (
     cache_bytes,
@@ -36,7 +36,6 @@ from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.parallel.layers import even_partition
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.muon import muon_flops
 from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
 from tools import plan as planner
