@@ -20,7 +20,7 @@ from subprocess import CalledProcessError
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import GOES_ON, run_command
+from moh_lm.cli.command import RESUMES, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.config.presets import SIZES
@@ -32,7 +32,7 @@ RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
 def main(texts):
     failures = (OSError, CalledProcessError)
-    return run_command("ladder", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True)
+    return run_command("ladder", parse_arguments, run, texts, failures=failures, interrupted=RESUMES, trains=True)
 
 
 def parse_arguments(texts):

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from moh_lm.cli.command import GOES_ON, run_command
+from moh_lm.cli.command import RESUMES, run_command
 from moh_lm.config import ConfigError, flag, raise_any
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.units import above_0, at_least
@@ -177,7 +177,7 @@ def whole_path(text):
 def run_comparison(name, parse, texts):
     """The exit code of the command ``name``, which trains the table that is among what ``parse`` returns."""
     failures = (RuntimeError, OSError)
-    return run_command(name, parse, train, texts, failures=failures, interrupted=GOES_ON, trains=True)
+    return run_command(name, parse, train, texts, failures=failures, interrupted=RESUMES, trains=True)
 
 
 def train(flags):

@@ -15,7 +15,7 @@ from moh_lm.cli.output import Output, open_closed_streams
 from moh_lm.config import ConfigError
 
 OURS = ("moh_lm", "tools", "data_prep", "studies", "launch")
-GOES_ON = "stopped; the same command goes on"
+RESUMES = "stopped; run the same command again to resume"
 
 
 class Failure(Exception):

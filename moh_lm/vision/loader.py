@@ -83,6 +83,27 @@ def name_problems(step, images):
         yield f"--images {images.path}: has {now} where the training had {was}; give folders of the same names"
 
 
+def facts_of(source):
+    """What a checkpoint says of ``Images`` or ``Latents``."""
+    return {"images": len(source.labels), "classes": len(source.classes), **source.identity()}
+
+
+def difference(given, source, before):
+    """A sentence if ``source``, the value of the flag ``given``, is not what a checkpoint says that it was ``before``.
+
+    Only what the checkpoint knows is compared: older ones know no content.
+    """
+    now = {**facts_of(source), "names": source.classes}
+    if all(before[key] == now[key] for key in before.keys() & now.keys()):
+        return []
+    was, is_now = (f"{facts['images']} images of {facts['classes']} classes" for facts in (before, now))
+    if was != is_now:
+        return [f"{given} {source.path} had {was} and has {is_now}"]
+    if before["sha256"] != now["sha256"]:
+        return [f"{given} {source.path} has {is_now}, as before, but under other names"]
+    return [f"{given} {source.path} has other {source.content} than before, under the same names"]
+
+
 def folders(names):
     return f"class folder {listing(names, NAMED)}"
 
@@ -99,19 +120,17 @@ class ImageSet(TrainingData):
         self.source_names = self.samples.source_names
 
     def state(self, consumed=0):
-        """For a checkpoint: what identifies the images."""
-        source = self.training
-        facts = {"images": self.num_images, "classes": len(source.classes), "sha256": source.sha256}
-        return {"segments": [{**facts, "names": source.classes}], "units": {}}
+        """For a checkpoint: what identifies the images, and those that are held out."""
+        held_out = {"held_out": facts_of(self.held_out)} if self.held_out else {}
+        return {"segments": [{**facts_of(self.training), "names": self.training.classes, **held_out}], "units": {}}
 
     def changes(self, saved, consumed=0):
-        """A sentence if the images are other than those of a checkpoint."""
-        before, now = saved["segments"][-1], self.state()["segments"][-1]
-        if before == now:
-            return []
-        was, is_now = (f"{facts['images']} images of {facts['classes']} classes" for facts in (before, now))
-        names = ", under other names" if was == is_now else ""
-        return [f"--data-dir {self.training.path} had {was} and has {is_now}{names}"]
+        """Sentences for images that are other than those of a checkpoint; a run may begin or cease to hold out some."""
+        before = saved["segments"][-1]
+        found = difference("--data-dir", self.training, before)
+        if self.held_out and "held_out" in before:
+            found += difference("--validation-dir", self.held_out, before["held_out"])
+        return found
 
     def tokens_read(self, samples):
         return samples * self.config.seq_length
