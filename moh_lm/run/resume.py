@@ -219,6 +219,13 @@ def contradictions(config, dry_run=False):
     return [f"cannot go on from {step}: {text}; leave the flag out, or choose a new --checkpoint-dir" for text in found]
 
 
+def with_model_of_run(config):
+    """``config`` with the model that the run has. What a refused flag would make of the run's other settings, such as a
+    window for each of its layers, is no mistake of the user."""
+    model = newest_model(config.run.checkpoint_dir, type(config))[1] if config.run.checkpoint_dir else None
+    return config if model is None else replace(config, model=model)
+
+
 def program_of(directory):
     """The command of the run in a directory; None if there is none. Raises ConfigError for what cannot be read."""
     path = Path(directory) / "checkpoints"
