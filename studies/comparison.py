@@ -15,7 +15,7 @@ from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
 from studies import report
-from studies.results import factor_and_seed, final_evaluation, metrics
+from studies.results import factor_and_seed, final_evaluation, metrics, run_name
 from studies.runs import (
     DIVERGED,
     Run,
@@ -121,7 +121,7 @@ class Comparison:
     def run(self, trial):
         size, variant, factor, seed = trial
         steps = self.iterations(size, variant)
-        name = f"{size.name}/{variant.name}/rate-{factor:g}-seed-{seed}"
+        name = f"{size.name}/{variant.name}/{run_name(factor, seed)}"
         directory = self.flags.out / "runs" / name
         schedule = {
             "train-iters": steps,
@@ -155,10 +155,10 @@ class Comparison:
         size = self.table.sizes[0]
         folder, steps, found = self.flags.out / "runs" / size.name / variant.name, self.iterations(size, variant), {}
         for path in folder.glob(f"rate-*-seed-{TUNING_SEED}/"):
-            losses = final_evaluation(path, steps)
-            if losses or path in diverged:
+            losses, named = final_evaluation(path, steps), factor_and_seed(path)
+            if named and (losses or path in diverged):
                 bad = not losses or None in losses.values()
-                found[factor_and_seed(path)[0]] = math.inf if bad else mean(losses.values())
+                found[named[0]] = math.inf if bad else mean(losses.values())
         return found
 
     def next_run(self, busy, codes):

@@ -25,6 +25,7 @@ from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks
+from moh_lm.run.commit import commit
 from moh_lm.run.state import read_state, state_problems
 from moh_lm.supervise.processes import log_rank0
 
@@ -47,6 +48,7 @@ def resume(task, state, event_log, progress):
     on_rank_zero(lambda: tidy(directory))
     step = sound_step(directory / "checkpoints", event_log, progress)
     if step is None:
+        event_log.add("started", 0, commit=commit())
         return
     saved = all_ranks_or_raise(lambda: read_state(step))
     was = all_ranks_or_raise(lambda: type(config).load(step / "config.json"))
@@ -80,7 +82,7 @@ def resume(task, state, event_log, progress):
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         event_log.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
-    event_log.add("resumed", state.step, how)
+    event_log.add("resumed", state.step, how, commit=commit())
 
 
 def differing(names, before, now):

@@ -1,6 +1,7 @@
 """The ladder: its order of runs, the branches of a rung, what is refused, and its table of losses."""
 
 import json
+import shutil
 
 import pytest
 
@@ -58,6 +59,19 @@ def test_the_report_has_a_row_for_every_complete_run(tmp_path, capsys):
     whole = found["1M"][0]
     tokens = whole.iterations * configs[whole.directory].run.tokens_per_iteration
     assert rows[2][2] == f"{tokens:,}" and int(rows[0][2].replace(",", "")) * 4 == tokens
+
+
+def test_odd_folders_end_no_report(tmp_path, capsys):
+    found, configs = make(tmp_path)
+    whole = found["1M"][0]
+    finish(whole, configs[whole.directory])
+    for name in ("1M/tokens-many", "backup/tokens-20", "3M/tokens-20"):
+        shutil.copytree(whole.directory, tmp_path / "runs" / name)
+    (tmp_path / "runs/3M/tokens-20/config.json").write_text("{")
+    ladder_report.write(tmp_path)
+    rows = [line for line in (tmp_path / "REPORT.md").read_text().splitlines() if line.startswith("| 1M")]
+    assert len(rows) == 1 and "| 3M" not in (tmp_path / "REPORT.md").read_text()
+    assert f"left out: {tmp_path}/runs/3M/tokens-20/config.json: no configuration" in capsys.readouterr().err
 
 
 def test_a_branch_begins_where_the_stable_run_saves(tmp_path):
