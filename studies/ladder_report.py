@@ -20,7 +20,7 @@ def write(out):
 
 
 def place_of(path):
-    """(place of the size, tokens per parameter) of the directory of a run; None of any other."""
+    """(place of the size, tokens per parameter) of a run's directory; None for any other."""
     try:
         return SIZES.index(path.parent.name), float(path.name.removeprefix("tokens-"))
     except ValueError:
@@ -28,7 +28,7 @@ def place_of(path):
 
 
 def write_widths(out):
-    """Write OUT/WIDTHS.md and OUT/widths.png: loss against learning rate at every width, with and without."""
+    """Write OUT/WIDTHS.md and OUT/widths.png: loss against learning rate by width, with and without a base width."""
     found = {}
     for path in sorted(out.glob("runs/width-*/config.json")):
         if run := read_run(path.parent):

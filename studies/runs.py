@@ -1,9 +1,9 @@
 """Runs of moh_lm.pretrain for a table: several at a time, each with its own directory and log.
 
-The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
-iteration; one that was stopped resumes from its last checkpoint. DIRECTORY.log beside the directory begins with the
-flags of the run and a hash of what it reads, so that none resumes with others, and with what else its speed depends on.
-Where the log is missing, the run's own files tell what it trained (``contradiction``).
+Nothing but the directories records what was trained. A run is complete if its metrics.jsonl has an evaluation after the
+last iteration; one that was stopped resumes from its last checkpoint. DIRECTORY.log beside the directory begins with
+the flags of the run and a hash of what it reads, so that none resumes with others, and with what else its speed depends
+on. Where the log is missing, the run's own files tell what it trained (``contradiction``).
 Runs at the same time have GPUs or threads of their own.
 """
 
@@ -21,7 +21,6 @@ from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
-from moh_lm.run.commit import commit
 from moh_lm.run.state import read_state
 from moh_lm.run.text import open_data
 from moh_lm.supervise.run_directory import lock_run_directory
@@ -64,7 +63,7 @@ def check_flags(runs, out):
             advice = "restore the log, move the run away, or choose another OUT"
             raise ConfigError([f"{run.directory}: its .log is missing, and {found}; {advice}"])
         if differs(run, out):
-            advice = "which stand in its first line; choose another OUT"
+            advice = "as its first line says; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
         if run.log.exists() and inputs(run) not in run.log.read_bytes():
             changed = "what --data-dir or --config names has changed since its run began"
@@ -94,10 +93,20 @@ def contradiction(run):
         return f"what it trained cannot be compared ({error})"
     if run.is_complete() and not steps:
         return "no checkpoint says which data it has read"
-    known = [row["commit"] for _, row in complete_rows(run.directory / "events.jsonl") if row.get("commit")]
-    if known and commit() and known[-1] != commit():
-        return f"it was trained by commit {known[-1][:12]}, while this is {commit()[:12]}"
+    starts = [row.get("commit") for _, row in complete_rows(run.directory / "events.jsonl")]
+    known, now = [text for text in starts if isinstance(text, str)], commit()
+    if known and now and not now.startswith(known[-1]):  # git may shorten it
+        return f"it was trained by commit {known[-1][:12]}, while this is {now[:12]}"
     return None
+
+
+def commit():
+    """The commit of this checkout; None where git does not say. Changes that are not committed are not seen."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def inputs(run):
@@ -138,9 +147,9 @@ def jobs_of(flags):
 
 
 def shares(jobs, ranks):
-    """What the environment of each job has of its own: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
+    """The own part of each job's environment: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
 
-    With too few GPUs for all jobs, some share theirs. A job alone has what there is."""
+    With too few GPUs for all jobs, some share theirs. A single job has everything."""
     count = torch.cuda.device_count()
     names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     parts = [",".join(names[first : first + ranks]) for first in range(0, count - ranks + 1, ranks)]
@@ -187,7 +196,7 @@ def train_all(next_run, jobs, ranks=1):
             if ranks > 1 and code == 1:
                 code = OF_EVENTS.get(next(reversed(events(run.directory)[before:]), None), code)
             process.returncode = codes[run.directory] = code
-            words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
+            words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: run the same command again to resume"}
             print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
     finally:
         for process, *_ in busy.values():  # this program was interrupted; a run saves before it ends
@@ -197,7 +206,7 @@ def train_all(next_run, jobs, ranks=1):
 
 
 def exit_code(codes):
-    """That of the table, from {directory: exit code}: ``STOPPED`` if runs only stopped; failed runs are named."""
+    """The table's exit code, from {directory: exit code}: ``STOPPED`` if runs only stopped; failed runs are named."""
     for directory, code in codes.items():
         if code not in (0, STOPPED):
             print(f"{directory} failed with exit code {code}: see {directory}.log", file=sys.stderr)

@@ -36,7 +36,7 @@ def test_odd_folders_end_no_table(tmp_path, capsys):
     (tmp_path / "runs/s/static-50/rate-1-seed-1/config.json").write_text("{")
     _, rows = written(tmp_path)
     assert "3.0000" in rows["dense"] and "static-50" not in rows
-    assert "static-50/rate-1-seed-1/config.json: no configuration" in capsys.readouterr().err
+    assert "static-50/rate-1-seed-1/config.json: is not a configuration" in capsys.readouterr().err
 
 
 def test_dense_tokens_are_interpolated_in_the_logarithm():

@@ -71,7 +71,7 @@ def test_odd_folders_end_no_report(tmp_path, capsys):
     ladder_report.write(tmp_path)
     rows = [line for line in (tmp_path / "REPORT.md").read_text().splitlines() if line.startswith("| 1M")]
     assert len(rows) == 1 and "| 3M" not in (tmp_path / "REPORT.md").read_text()
-    assert f"left out: {tmp_path}/runs/3M/tokens-20/config.json: no configuration" in capsys.readouterr().err
+    assert f"left out: {tmp_path}/runs/3M/tokens-20/config.json: is not a configuration" in capsys.readouterr().err
 
 
 def test_a_branch_begins_where_the_stable_run_saves(tmp_path):
@@ -96,7 +96,7 @@ def test_flags_win_over_those_of_the_ladder_or_are_refused(tmp_path):
         (["--config", str(file)], "--preset: the ladder sets it"),
         ([*widths, "--hidden-size", "64"], "--hidden-size: the ladder sets it; give --widths"),
         ([*widths, "--learning-rate", "1e-3"], "--learning-rate: the ladder sets it; give --rates"),
-        (["--rates", "1e-3"], "--rates: are those of --widths"),
+        (["--rates", "1e-3"], "--rates: needs --widths"),
     ]:
         with pytest.raises(ConfigError, match=words):
             make(tmp_path, *more)

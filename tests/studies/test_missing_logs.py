@@ -8,10 +8,10 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
-from moh_lm.run.commit import commit
 from moh_lm.run.state import KEYS
 from moh_lm.run.text import open_data
 from studies import ablation, comparison
+from studies.runs import commit
 
 SMALL = (
     "--variants dense --seeds 1 --train-iters 60 --num-layers 1 --hidden-size 32 --vocab-size 64 --seq-length 16 "
@@ -39,7 +39,7 @@ def finished(data_dir, tmp_path):
     for directory in (step, run.directory):
         write_json(directory / "config.json", config.to_dict())
     (run.directory / "metrics.jsonl").write_text(json.dumps({"step": run.iterations, "evaluation": {"a": 3.0}}) + "\n")
-    EventLog(run.directory, writes=True).add("started", 0, commit=commit())
+    EventLog(run.directory, writes=True).add("started", 0, commit=commit()[:9])  # as git shortens it
     return plan, run
 
 
