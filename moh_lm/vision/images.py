@@ -73,7 +73,7 @@ class ImagePlace(NamedTuple):
         try:
             image = Image.open(io.BytesIO(self.data()))
             if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
-                raise ValueError("its pixels are numbers of any range")
+                raise ValueError("its pixels have no fixed range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
                 pixels = np.asarray(image)
                 if pixels.min() < 0 or pixels.max() >= 2**16:
@@ -180,9 +180,9 @@ def tar_files(path):
                 raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset}")
             while rest := tar.fileobj.read(1 << 20):
                 if rest.strip(tarfile.NUL):
-                    raise tarfile.ReadError("something follows its end, such as another tar")
+                    raise tarfile.ReadError("more data follow its end, such as another tar")
     except tarfile.ReadError as error:
-        text = f"is no whole tar without compression ({error}); give one, or a directory"
+        text = f"is not a complete uncompressed tar ({error}); give one, or a directory"
         raise ConfigError([f"{path}: {text}"]) from error
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror.lower()}); make it readable"]) from error
@@ -242,7 +242,7 @@ class Request(NamedTuple):
 
 
 class Samples:
-    """From a ``Request`` to its ``ImageBatch``, or to the ShardError of an image; a data set for torch's DataLoader.
+    """Turns a ``Request`` into its ``ImageBatch``, or the ShardError of an image; a data set for torch's DataLoader.
 
     A subclass has ``inputs`` of a request: what the model reads, and the sources, int64 [b], which number its
     ``source_names``. repeats: consecutive samples that are of the same image.

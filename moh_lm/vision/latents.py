@@ -137,7 +137,7 @@ def moments_of(path):
 
 def center_crop(image, size):
     """The middle of a Pillow image, size x size: halved while the shorter side is at least twice that, resized, cut (as
-    of ADM, Dhariwal and Nichol 2021, arXiv 2105.05233)."""
+    ADM does, Dhariwal and Nichol 2021, arXiv 2105.05233)."""
     while min(image.size) >= 2 * size:
         image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
     scale = size / min(image.size)

@@ -50,7 +50,7 @@ def open_images(config):
         problems += class_problems(config.model.num_classes, *sources)
         if len({getattr(source, "vae", None) for source in sources}) > 1:
             given = f"--validation-dir {data.validation_dir}"
-            problems.append(f"{given}: is of another autoencoder than --data-dir; encode both by one")
+            problems.append(f"{given}: was encoded by another autoencoder than --data-dir; encode both with one")
     raise_any(problems)
     return ImageSet(config, *sources)
 
@@ -64,9 +64,9 @@ def class_problems(num_classes, training, held_out=None):
         return
     where, classes = f"--validation-dir {held_out.path}", set(held_out.classes)
     if other := sorted(classes - present):
-        yield f"{where} has {folders(other)}, which --data-dir {training.path} has not; remove it, or add it there"
+        yield f"{where} has {folders(other)}, which is not in --data-dir {training.path}; remove it, or add it there"
     if missing := sorted(present - classes):
-        yield f"{where} has no {folders(missing)}, which --data-dir {training.path} has; add it, or remove it there"
+        yield f"{where} has no {folders(missing)}, which is in --data-dir {training.path}; add it, or remove it there"
 
 
 def names_of_training(step):
@@ -80,7 +80,7 @@ def name_problems(step, images):
     names = names_of_training(step) or images.classes
     if names != images.classes and len(names) == len(images.classes):
         was, now = next(pair for pair in zip(names, images.classes, strict=True) if pair[0] != pair[1])
-        yield f"--images {images.path}: has {now} where the training had {was}; give folders of the same names"
+        yield f"--images {images.path}: has {now} where the training data had {was}; give folders with the same names"
 
 
 def facts_of(source):
