@@ -87,8 +87,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
     "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
-    "--devices 64": ("--devices 64: goes with --dry-run",),
-    "--device-name H100": ("--device-name H100: goes with --dry-run",),
+    "--devices 64": ("--devices 64: needs --dry-run",),
+    "--device-name H100": ("--device-name H100: needs --dry-run",),
     "--devices 0 --dry-run": ("--devices 0: must be 1 or above",),
     "--device-name RTX-9 --dry-run": ("--device-name RTX-9: is not known", "H100"),
     "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
@@ -209,7 +209,7 @@ def test_a_flag_of_another_model_is_all_that_is_refused(flags, tmp_path, refused
     write_manifest(step, {"config.json": describe(step / "config.json")})
     problems = refused(*REQUIRED, *TINY, "--data-dir", data_dir, "--checkpoint-dir", tmp_path, *flags.split())
     given = [text[2:].replace("-", "_") for text in flags.split()[::2]]
-    assert sorted(given) == [text.partition(f"cannot go on from {step}: ")[2].split()[0] for text in problems]
+    assert sorted(given) == [text.partition(f"cannot resume from {step}: ")[2].split()[0] for text in problems]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class TaskConfig:
         return build(cls, values).resolved()
 
     def resolved(self):
-        """The same with what follows in one section from another."""
+        """This configuration, with the values that one section derives from another."""
         return self
 
     @classmethod
