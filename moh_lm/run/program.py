@@ -72,7 +72,7 @@ def run_task(given, task):
     if alone:
         refuse()
     if code == STOPPED:
-        report_to_torchrun(["stopped as asked; the same command goes on"])
+        report_to_torchrun(["stopped as asked; run the same command again to resume"])
     exit_process(code, together=code in (COMPLETE, STOPPED))
 
 

@@ -68,7 +68,7 @@ class Step:
                 raise ConfigError([f"{self.path}: {kind} of {name} cannot be read ({error})"]) from error
 
     def kinds(self, name):
-        """Those that the step holds of a parameter."""
+        """The kinds of tensors that the step holds for a parameter."""
         return KINDS if name in self.reader.averaged else KINDS[:-1]
 
     def bytes(self):
