@@ -40,8 +40,8 @@ class Settings(NamedTuple):
     group: tensor-parallel group, or None. context: ``ContextGroups``, or None. micro_batches: number of them in a step,
     over which the losses of the routers are averaged. recompute: whether activations are recomputed. backends: the
     attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the run. watched: whether every
-    layer must go through its core attention while it trains, for hooks to see. z_loss, fused_loss: see
-    ``linear_cross_entropy``.
+    layer must go through its core attention while it trains, for hooks to see. z_loss: see
+    ``linear_cross_entropy``. fused_loss: whether Triton kernels compute the loss; see triton_cross_entropy.py.
     """
 
     group: object = None
@@ -59,7 +59,10 @@ class Settings(NamedTuple):
 
     def loss(self):
         """``linear_cross_entropy`` of (hidden states, weight, labels, partition of the vocabulary)."""
-        return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, fused=self.fused_loss)
+        differentiate = None
+        if self.fused_loss:
+            from moh_lm.parallel.triton_cross_entropy import triton_differentiate as differentiate
+        return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, differentiate=differentiate)
 
     def batch_context(self):
         return BatchContext(makes_masks="dense" in self.backends)
