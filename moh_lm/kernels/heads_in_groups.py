@@ -30,7 +30,7 @@ class HeadsInGroups(CoreAttention):
             return super().forward(query, key, value, gates, selected, mask)
         asked, rank = self.chosen(query, selected, key.shape[2])
         heads = dense_heads(asked, key, value, None, self.visible(query, key, mask), self.causal)
-        return self.in_place(heads, rank, gates)
+        return self.in_place(heads, rank, selected if gates is None else gates)
 
     def chosen(self, query, selected, kv_heads):
         """Queries of the chosen heads, in their order, [s, b, kv a, e]; and how many heads of its group are chosen up
@@ -50,4 +50,5 @@ class HeadsInGroups(CoreAttention):
 
 def take(heads, place):
     """heads [s, b, kv, n, e] by their place in the group, [s, b, kv, m] -> [s, b, kv, m, e]."""
-    return heads.gather(3, place.unsqueeze(-1).expand(*place.shape, heads.shape[-1]))
+    first = torch.arange(place[..., 0].numel(), device=place.device).view(*place.shape[:3], 1) * heads.shape[3]
+    return heads.flatten(0, 3).index_select(0, (first + place).flatten()).view(*place.shape, -1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moh_lm.kernels.core_attention import CoreAttention
 from moh_lm.kernels.heads_in_groups import HeadsInGroups
 from moh_lm.kernels.masks import document_bounds
 from moh_lm.model.batch_context import RouterInputs
@@ -47,3 +48,10 @@ def test_chosen_heads_are_taken_out_and_put_back_in_their_order(per_group):
     asked, rank = core.chosen(query, selected, 2)
     assert asked[:, 0, :, 0].tolist() == [*map(list, chosen)]
     assert torch.equal(core.in_place(asked, rank, 3 * selected), 3 * query * selected.unsqueeze(-1))
+
+
+def test_without_gates_the_chosen_heads_have_the_gate_1():
+    parts = [torch.randn(5, 2, heads, 3, generator=torch.Generator().manual_seed(3)) for heads in (8, 2, 2)]
+    selected = torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 1]).expand(5, 2, 8)
+    found = HeadsInGroups(2)(*parts, selected=selected)
+    torch.testing.assert_close(found, CoreAttention()(*parts, selected=selected), rtol=0, atol=1e-6)
