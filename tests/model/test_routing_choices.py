@@ -134,11 +134,17 @@ def test_the_entropy_is_in_the_gradient_not_the_balance_loss(data_dir, tmp_path,
     assert distance(mine[key], theirs[key]) < 1e-6
 
 
-@pytest.mark.parametrize("model", ["top-p, released", "relu"])
-def test_a_resumed_run_takes_the_routing_of_its_checkpoint(model, data_dir, tmp_path, one_process):
+@pytest.mark.parametrize(
+    "model, sizes",
+    [
+        ("top-p, released", ""), ("relu", ""),
+        ("in groups, bias, query norm", "--num-key-value-heads 4 --window 6 --seed 7"),
+    ],  # fmt: skip
+)
+def test_a_resumed_run_takes_the_routing_of_its_checkpoint(model, sizes, data_dir, tmp_path, one_process):
     flags = arguments(data_dir, tmp_path, *STEADY.split())
     run_ranks(run, 1, [*flags, *MODELS[model].split()], 2)
-    run_ranks(run, 1, [*flags, *HEADS.split()])
+    run_ranks(run, 1, [*flags, *HEADS.split(), *sizes.split()])
     assert rows(tmp_path) == rows(one_process(model))
     coefficients = [saved_state(directory, 3).get("l1_steps") for directory in (tmp_path, one_process(model))]
     assert coefficients[0] == coefficients[1]
