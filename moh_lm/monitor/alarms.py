@@ -72,11 +72,11 @@ class Alarms:
             fair = fair_load(layer, loads)
             if fair > ALWAYS:
                 continue  # every head is selected by every token, or nearly so
-            for index, load in enumerate(loads):
+            for number, load in zip(layer.routed_numbers, loads, strict=True):
                 dead = low and load == 0  # also where all heads of a layer are, with --routing relu
                 if dead or load < low * fair or load > high_load(fair, high):
-                    text = f"{layer.unit} {layer.num_shared + index} by {load:.1%} of the tokens, fair is {fair:.1%}"
-                    yield (COLLAPSE, layer.index, layer.num_shared + index), text
+                    text = f"{layer.unit} {number} by {load:.1%} of the tokens, fair is {fair:.1%}"
+                    yield (COLLAPSE, layer.index, number), text
 
     def unbalanced(self, figures):
         for layer, loss in zip(self.layers, figures["balance_loss"], strict=True):

@@ -139,8 +139,8 @@ def head_scalars(model, figures):
     found = {}
     for place, layer in enumerate(model.gated_layers() if figures else ()):
         tag = f"routed_heads/layer_{layer.index:02d}"
-        for index, load in enumerate(figures["load"][place]):
-            found[f"{tag}/load_{layer.unit}_{layer.num_shared + index:02d}"] = load
+        for number, load in zip(layer.routed_numbers, figures["load"][place], strict=True):
+            found[f"{tag}/load_{layer.unit}_{number:02d}"] = load
         for key in SHOWN_HEADS:
             if key in figures and figures[key][place] is not None:
                 found[f"{tag}/{key}"] = figures[key][place]

@@ -34,8 +34,9 @@ def kinds_of(model):
     names = {"all": ("on", "on"), "static": ("on", "off"), "mixture": ("shared", "routed")}
     for layer in range(config.num_layers):
         first, others = names[config.heads.head_selection]
-        number, always_on = config.of_layer(layer).num_attention_heads, config.always_on_heads(layer)
-        found.append([first if head < always_on else others for head in range(number)])
+        always_on = {*config.numbers_always_on(layer)}
+        heads = range(config.of_layer(layer).num_attention_heads)
+        found.append([first if head in always_on else others for head in heads])
     return found
 
 

@@ -112,8 +112,8 @@ def frame(axis, names, columns, kinds):
     axis.grid(which="minor", color=axis.figure.get_facecolor(), linewidth=0.6)
     axis.tick_params(which="minor", length=0)
     for row, of_row in enumerate(kinds or []):
-        if 0 < of_row.count("shared") < columns:
-            edge = of_row.count("shared") - 0.5
+        edges = [head - 0.5 for head in range(1, columns) if of_row[head - 1 : head + 1] == ["shared", "routed"]]
+        for edge in edges:
             axis.plot([edge, edge], [row - 0.5, row + 0.5], color="#ff5050", linewidth=1.6, solid_capstyle="butt")
 
 
