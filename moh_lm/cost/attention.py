@@ -93,7 +93,8 @@ def attention_products(config, layer_index, seq_length, active_heads=None):
     if config.heads.head_selection == "mixture":
         layer = config.routed_layer(layer_index)
         form = form_of(config.heads.routing, layer.of_group(), config.heads.two_stage, layer.groups)
-        always += d * sum(rows for rows, _ in form.weights(0, d).values())
+        width = config.heads.gate_width or d
+        always += width * sum(rows for rows, _ in form.weights(0, width).values())
     heads, shared_heads, seeing, kept = config.num_attention_heads, config.always_on_heads(layer_index), active, keys
     if config.own_keys(layer_index):
         seeing = shared_heads + (active - shared_heads) ** 2 / (heads - shared_heads)

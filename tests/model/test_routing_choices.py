@@ -50,6 +50,8 @@ MODELS = {
     "bias, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 "
     "--load-balance-bias-rate 0.01",
 }
+MODELS["gated, softplus, narrow"] = f"{MODELS['gated']} --routing softplus --gate-width 3"
+MODELS["softplus, narrow"] = f"{MODELS['sigmoid']} --routing softplus --gate-width 2"
 MODELS["relu"] = f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 7 3 --routing relu"
 IN_GROUPS = f"{HEADS} --num-key-value-heads 4 --routing-unit head_in_group --num-shared-heads 0 4"
 MODELS["in groups"] = f"{IN_GROUPS} --num-active-routed-heads 8 4 --routing released"
@@ -86,6 +88,8 @@ def one_process(data_dir, tmp_path_factory):
     [
         ("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse"),
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
+        ("gated, softplus, narrow", "tensor"), ("softplus, narrow", "tensor"), ("softplus, narrow", "context"),
+        ("softplus, narrow", "data, sparse"),
         ("tamed", "tensor"), ("tamed", "pipeline"), ("tamed", "data, sparse"), ("tamed", "offload"),
         ("bias", "tensor"), ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
         ("relu", "pipeline"), ("relu", "data, sparse"), ("relu", "context"), ("groups, query norm", "context"),

@@ -58,6 +58,7 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("two_stage", "two_stage"),
     Key("num_shared_heads", "num_shared_heads"),
     Key("num_active_routed_heads", "num_active_routed_heads"),
+    Key("gate_width", "gate_width", 0),
     Key("routing_unit", "routing_unit", "head"),
     Key("routed_keys", "routed_keys", "all"),
     Key("routing_dtype", "routing_dtype", "fp32"),

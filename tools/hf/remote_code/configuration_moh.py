@@ -6,7 +6,8 @@ The keys are those of ``LlamaConfig`` and these:
                              static: only the first (shared + active) heads
     routing                  paper: Eq. 5-6; paper_scaled: the same with gates near 1; released: the authors' vision
                              code; sigmoid: 2 sigmoid of each score; query_norm: query norms, Eq. 9-10; relu: ReLU of
-                             each score, whose sign selects
+                             each score, whose sign selects; softplus: of each score
+    gate_width               channels of its input that a router reads, the first ones; 0: all
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
@@ -78,6 +79,7 @@ DEFAULTS = {  # of the keys that are kept as they are
     "head_selection": "mixture",
     "routing": "paper",
     "two_stage": True,
+    "gate_width": 0,
     "routing_unit": "head",
     "routed_keys": "all",
     "routing_dtype": "fp32",
@@ -245,11 +247,13 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(
                 f"query_dim {self.query_dim}: head_dim {self.head_dim} must be {shared_by} above it at least"
             )
+        if not 0 <= self.gate_width <= self.hidden_size:
+            raise ValueError(f"gate_width {self.gate_width}: must be between 0, for all, and {self.hidden_size}")
         competing = FORMS[self.routing].has_types  # otherwise scores do not say how sure the router is
         if self.routing_top_p is not None and not (0 < self.routing_top_p <= 1 and competing):
             raise ValueError(
                 f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
-                "sigmoid and relu"
+                "sigmoid, softplus and relu"
             )
         if self.routing_unit == "head_in_group" and (
             latent or self.head_dims or self.routed_keys == "selected" or self.routing_top_p is not None
