@@ -75,6 +75,7 @@ def run(arguments):
     from tools.hf.convert.import_config import model_config, own_heads, read_config, refuse_run
     from tools.hf.convert.import_heads import find_sample, sample_problems, wanted_heads
     from tools.hf.convert.import_step import output_problems, write_step
+    from tools.hf.convert.import_stock import StockSource, read_stock
     from tools.hf.convert.import_vocabulary import find_tokenizers, new_rows, spelled, token_ids, tokens_of
     from tools.hf.convert.import_weights import Source, plan
 
@@ -84,7 +85,7 @@ def run(arguments):
     name = str(arguments.model if named else arguments.model.resolve())
     arguments.model = model_directory(arguments.model)
     refuse_run("--model", arguments.model)
-    values = read_config(arguments.model)
+    values, stock = read_stock(read_config(arguments.model))
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
         config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
@@ -95,7 +96,7 @@ def run(arguments):
         problems += error.problems
     raise_any(problems)
     config = replace(config, vocab_size=vocab_size)
-    source = Source(arguments.model)
+    source = StockSource(arguments.model, stock) if stock else Source(arguments.model)
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
     num_tokens = tokens_of(old or arguments.model, old_vocab_size) if arguments.extend_vocab else old_vocab_size
     kept = num_tokens if new else old_vocab_size  # new tokens take the rows that pad the old vocabulary
