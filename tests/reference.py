@@ -279,11 +279,12 @@ def attention_maps(queries, keys, seen, tables=None):
     return found
 
 
-def weighted_heads(maps, values, gates, output):
-    """MoH(x_t) = sum_i g_i H_i W_O_i (Eq. 4): [s, d]. values: [s][heads that share them][e]. output: W_O, [d, h e]."""
+def weighted_heads(maps, values, gates, output, of_features=1):
+    """MoH(x_t) = sum_i g_i H_i W_O_i (Eq. 4): [s, d]. values: [s][heads that share them][e]. output: W_O, [d, h e].
+    of_features: gates [s, h e] beside those of heads."""
     heads, shared_by = len(maps), len(maps) // len(values[0])
     weighed = [gates[:, i, None] * (maps[i] @ np.array([of[i // shared_by] for of in values])) for i in range(heads)]
-    return np.concatenate(weighed, axis=1) @ output.T
+    return (of_features * np.concatenate(weighed, axis=1)) @ output.T
 
 
 class Layer(NamedTuple):
@@ -328,7 +329,10 @@ def attention_layer(layer, weights, inputs, starts=None):
                      for part in (queries, keys))  # fmt: skip
     maps = attention_maps(queries, keys, seen, weights.get("cope"))
     gates = np.array([of_token.gates for of_token in routes])
-    return Attended(weighted_heads(maps, values, gates, weights["o_proj"]), routes, maps)
+    of_features = 1
+    if "g_proj" in weights:
+        of_features = np.array([[2 * sigmoid(row @ x) for row in weights["g_proj"]] for x in inputs])
+    return Attended(weighted_heads(maps, values, gates, weights["o_proj"], of_features), routes, maps)
 
 
 def plain_heads(layer, weights, x):

@@ -47,6 +47,7 @@ def model_problems(model):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
     found += attention.latent_problems(model) + attention.width_problems(model) + attention.position_problems(model)
+    found += attention.element_gate_problems(model)
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")

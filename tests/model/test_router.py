@@ -26,6 +26,10 @@ CASES = {
     "grouped queries": dict(shared=4, active=2, key_value_heads=4),
     "query norm, grouped queries": dict(shared=4, active=2, key_value_heads=2, routing="query_norm"),
     "all heads": dict(shared=3, active=2, selection="all"),
+    "all heads, element gates": dict(shared=3, active=2, selection="all", element_gates=True),
+    "all heads, element gates, grouped queries": dict(
+        shared=3, active=2, selection="all", element_gates=True, key_value_heads=2, window=4
+    ),
     "static": dict(shared=3, active=2, selection="static"),
     "previous step's shares": dict(shared=3, active=2, scope="global_batch"),
     "micro-batch": dict(shared=3, active=2, scope="micro_batch"),

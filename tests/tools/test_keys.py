@@ -38,6 +38,7 @@ MODELS = {
     "norms": replace(MODEL, qk_norm=True, post_norm=True),
     "all, norms": replace(MODEL, qk_norm=True, heads=HeadsConfig(head_selection="all")),
     "all": replace(MODEL, rope_type="linear", rope_factor=2.0, heads=HeadsConfig(head_selection="all")),
+    "all, gates of features": replace(MODEL, element_gates=True, heads=HeadsConfig(head_selection="all")),
     "all, window": replace(MODEL, window=(7,), heads=HeadsConfig(head_selection="all")),
     "all, window, scaled": replace(MODEL, window=(7,), **LLAMA3, heads=HeadsConfig(head_selection="all")),
     "all, other width": replace(MODEL, hidden_size=20, base_width=20, heads=HeadsConfig(head_selection="all")),

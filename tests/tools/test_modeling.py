@@ -73,6 +73,9 @@ WINDOWS = {
     "narrow gates": {
         "gate_width": 5, "routing": "softplus", "num_shared_heads": [4, 1], "num_active_routed_heads": [0, 2],
     },
+    "gates of features": {
+        "head_selection": "all", "element_gates": True, "num_key_value_heads": 2, "layer_windows": [4, 0],
+    },
     "heads of several widths": {
         "head_dims": [6, 6, 4, 2], "layer_windows": [4, 0], "routing": "query_norm", "num_shared_heads": [0, 2],
         "num_active_routed_heads": [2, 1],

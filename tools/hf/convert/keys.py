@@ -47,6 +47,7 @@ OURS = (  # of a moh_llama only, and only if it is another than by default
     Key("q_lora_rank", "q_lora_rank", None),
     Key("qk_rope_head_dim", "qk_rope_head_dim", None),
     Key("qk_norm", "qk_norm", False),
+    Key("element_gates", "element_gates", False),
     Key("post_norm", "post_norm", False),
     Key("layer_positions", "position", ()),
     Key("cope_max_position", "cope_max_position", 64),

@@ -21,6 +21,7 @@ The keys are those of ``LlamaConfig`` and these:
                              kv_lora_rank features, and qk_rope_head_dim features that turn stand beside the head_dim
                              others (arXiv 2405.04434). q_lora_rank: features of the vector of queries; null: none
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
+    element_gates            a gate for each feature of each head, 2 sigmoid(g_proj x); for head_selection all
     post_norm                norms after attention and MLP instead of before them
     head_dims                one number per head of a layer, in all layers: its width; head_dim is then the widest
     layer_heads              one number per layer: its query heads, where they differ. num_attention_heads and
@@ -91,6 +92,7 @@ DEFAULTS = {  # of the keys that are kept as they are
     "q_lora_rank": None,
     "qk_rope_head_dim": None,
     "qk_norm": False,
+    "element_gates": False,
     "post_norm": False,
     "load_balance_bias_rate": 0.0,
     "output_router_gates": False,
@@ -172,6 +174,9 @@ class MoHLlamaConfig(PretrainedConfig):
             plan = type(self).base_model_tp_plan
             self.base_model_tp_plan = {name: way for name, way in plan.items() if ".mlp." in name}
 
+        if self.element_gates:
+            self.base_model_tp_plan = {**self.base_model_tp_plan, "layers.*.self_attn.g_proj": "colwise"}
+
         # auto_map and other keys travel in kwargs; without them a saved model could not be loaded again.
         absent = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         super().__init__(**{**absent, **kwargs})
@@ -237,6 +242,8 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"head_dims {self.head_dims}: needs head_dim, the widest, and as many heads in every layer; no shared "
                 "keys, and none of qk_norm, latent attention, routed_keys selected and cope"
             )
+        if self.element_gates and (latent or self.head_dims or self.head_selection != "all"):
+            raise ValueError("element_gates: needs head_selection all, and neither latent attention nor head_dims")
         if latent and not (self.kv_lora_rank and self.qk_rope_head_dim):
             raise ValueError("attention latent: needs kv_lora_rank and qk_rope_head_dim")
         shared_keys = self.num_key_value_heads != self.num_attention_heads
