@@ -226,7 +226,7 @@ def reliability_problems(reliability):
 def alarm_problems(alarms):
     found = below(alarms, 1, "alarm_intervals")
     found += below(alarms, 0, "alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss")
-    found += below(alarms, 0, "alarm_gate_drift")
+    found += below(alarms, 0, "alarm_gate_drift", "alarm_slow_rank")
     found += [
         f"{flag(key)} {getattr(alarms, key):g}: would fire at the usual value; choose {choice}, or 0 for none"
         for key, wrong, choice in (
@@ -234,6 +234,7 @@ def alarm_problems(alarms):
             ("alarm_head_high", 0 < alarms.alarm_head_high <= 1, "a number above 1"),
             ("alarm_throughput", alarms.alarm_throughput >= 1, "a number below 1"),
             ("alarm_balance_loss", 0 < alarms.alarm_balance_loss <= 1, "a number above 1"),
+            ("alarm_slow_rank", 0 < alarms.alarm_slow_rank <= 1, "a number above 1"),
             ("alarm_gate_drift", 0 < alarms.alarm_gate_drift <= 1, "a number above 1"),
         )
         if wrong

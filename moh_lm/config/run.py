@@ -175,6 +175,9 @@ class AlarmConfig:
         "tokens",
     )
     alarm_throughput: float = option(0.7, "raise an alarm if throughput falls below this share of its running median")
+    alarm_slow_rank: float = option(
+        1.5, "raise an alarm if a rank's own work takes this multiple of the median over the ranks that do the same"
+    )
     alarm_balance_loss: float = option(
         1.2, "raise an alarm if a layer's load-balancing loss exceeds this multiple of its running median"
     )

@@ -12,14 +12,15 @@ import math
 import statistics
 
 from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
+from moh_lm.monitor.ranks import slowest_rank
 
 WINDOW, ENOUGH = 50, 5
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
-DRIFT = "gate drift"
+DRIFT, SLOW_RANK = "gate drift", "slow rank"
 
 
 class Alarms:
-    """What fires, and for how long. A condition is (kind, place, head): layer or source, and routed head, or None.
+    """What fires, and for how long. A condition is (kind, layer or source or rank, routed head); either may be None.
 
     settings: ``AlarmConfig``. layers: ``RoutedLayer``s. shares: {source: its share of the mix}.
     """
@@ -38,12 +39,13 @@ class Alarms:
         """[(text, facts for the event log)] of the alarms that begin, and of those that end, with an interval.
 
         accumulator: ``MetricsAccumulator`` of the interval. figures: of its heads, or None. ranks:
-        ``waits_and_memory``.
+        of ``rank_figures``.
         """
         held = dict(self.dead_sources(accumulator))
         if accumulator.timed_tokens:
             held.update(self.slow(accumulator, ranks))
-        known = {THROUGHPUT, SOURCE}
+            held.update(self.slow_rank(ranks))
+        known = {THROUGHPUT, SOURCE, SLOW_RANK}
         if figures:
             held.update(self.collapsed(figures))
             held.update(self.unbalanced(figures))
@@ -98,10 +100,17 @@ class Alarms:
         usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, 0)
         if usual is not None:
             text = f"{rate:,.0f} tokens/s after a median of {usual:,.0f}"
-            waits = [data for data, _ in ranks]
+            waits = [figures.data for figures in ranks]
             if waits and max(waits) > (sum(seconds.values()) - seconds["save"]) / 10:
                 text += f"; rank {waits.index(max(waits))} waits {max(waits):.2f} s per step for its data"
             yield (THROUGHPUT, None, None), text
+
+    def slow_rank(self, ranks):
+        limit = self.settings.alarm_slow_rank
+        slowest = slowest_rank(ranks) if ranks and limit else None
+        if slowest and slowest.seconds > limit * slowest.median:
+            text = f"{slowest.seconds:.3g} s per step of its own work, the median of ranks like it {slowest.median:.3g}"
+            yield (SLOW_RANK, slowest.rank, None), text
 
     def beyond(self, key, value, low, high):
         """The running median if ``value`` is below ``low`` or above ``high`` times it; else None, and it counts.
@@ -151,6 +160,7 @@ class Alarms:
         self.streaks = {tuple(condition): number for *condition, number in state["streaks"]}
         self.firing = {tuple(condition): number for *condition, number in state["ringing"]}
         self.history = {tuple(key): values for *key, values in state["history"]}
+        self.forget(SLOW_RANK)  # other devices may have these numbers now
         if same_data:
             self.unseen = dict(state["unseen"])
         else:
@@ -174,13 +184,13 @@ def grouped(word, event, conditions, details, unit):
     found = []
     for (kind, place), members in groups.items():
         heads = sorted(head for _, _, head in members if head is not None)
-        where = {THROUGHPUT: "", SOURCE: f" {place}"}.get(kind, f" in layer {place}")
+        where = {THROUGHPUT: "", SOURCE: f" {place}", SLOW_RANK: f" {place}"}.get(kind, f" in layer {place}")
         said = [details[condition] for condition in members if details.get(condition)]
         if heads and not said:
             said = [f"{unit} {head}" for head in heads]
         more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
         text = f"{word} {kind}{where}" + (f": {'; '.join(said[:8])}{more}" if said else "")
         facts = {"event": event, "alarm": kind, "details": said}
-        facts |= {"source": place} if kind == SOURCE else {"layer": place} if place is not None else {}
+        facts |= {{SOURCE: "source", SLOW_RANK: "rank"}.get(kind, "layer"): place} if place is not None else {}
         found.append((text, facts | ({f"{unit}s": heads} if heads else {})))
     return found

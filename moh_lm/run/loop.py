@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.summary import describe_switch
-from moh_lm.monitor.accumulator import MetricsAccumulator, waits_and_memory
+from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.ranks import ForwardTimer, rank_figures
 from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
@@ -69,6 +70,7 @@ class Run:
         )
         self.engine = task.make_engine(config, self.groups, device, len(dataset.source_names))
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
+        self.timer = ForwardTimer(self.engine.model, device)
         watchdog.progress()
         watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
@@ -152,7 +154,7 @@ class Run:
             self.event_log.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources)
+        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources, self.timer.take())
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
@@ -160,7 +162,7 @@ class Run:
     def write_log(self, rate, result):
         """The line of the interval that ends here, and the alarms that fire or end with it."""
         config, step, accumulator = self.engine.config_now(), self.state.step, self.accumulator
-        ranks = waits_and_memory(accumulator, self.device)
+        ranks = rank_figures(accumulator, self.groups, self.device)
         if self.log:
             figures = None
             if config.model.after(accumulator.began(step, config.tokens_per_iteration)) == config.model:

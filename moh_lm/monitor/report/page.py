@@ -6,6 +6,7 @@ matplotlib and Jinja2 come with the extra ``plot``.
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib import colormaps
@@ -84,6 +85,9 @@ def figures_of_run(run):
     found["norm"] = "Gradient norm", pictures.lines(norms, "before clipping", marks, logarithmic=True)
     speed = {"tokens per second": (*curves["tokens_per_second"], {})}
     found["speed"] = "Speed", pictures.lines(speed, "tokens per second", marks, floor=0)
+    if np.any(curves["rank/seconds"][1] > curves["rank/median"][1]):
+        ranks = {"slowest rank": (*curves["rank/seconds"], {}), "median of ranks like it": (*curves["rank/median"], {})}
+        found["ranks"] = "Own work of a rank in a step", pictures.lines(ranks, "seconds", marks, floor=0)
     parts = {name.partition("/")[2]: of for name, of in curves.items() if name.startswith("seconds/") and len(of[0])}
     if parts:
         found["step"] = "Parts of a step", pictures.stack(parts, "seconds")

@@ -182,6 +182,8 @@ def training_curves(groups):
             curves[name + source] = curve(groups, lambda row, g=group, s=source: row[g].get(s))
     for part in ("data", "forward_backward", "optimizer", "save"):
         curves[f"seconds/{part}"] = curve(groups, lambda row, part=part: row["runtime"]["seconds"].get(part))
+    for key in ("median", "seconds"):
+        curves[f"rank/{key}"] = curve(groups, lambda row, key=key: row["runtime"].get("slowest_rank", {}).get(key))
     return curves
 
 
