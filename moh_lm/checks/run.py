@@ -140,10 +140,23 @@ def base_problems(run):
         found.append("--checkpoint-dir is missing: give the directory of this run")
     if run.peak_tflops is not None and not 0 < run.peak_tflops < math.inf:
         found.append(f"--peak-tflops {run.peak_tflops:g}: must be above 0, such as 989 for an H100 in bf16")
-    found += below(run, 0, "gpu_hour_price")
+    found += below(run, 0, "gpu_hour_price") + profile_problems(run)
     if run.wandb and importlib.util.find_spec("wandb") is None:
         found.append(f"--wandb {run.wandb}: the package wandb is not installed; pip install wandb, or leave it out")
     return found
+
+
+def profile_problems(run):
+    """What is wrong with the steps to be traced."""
+    try:
+        sound = not run.profile or (run.profiled_steps and run.profiled_steps[0] > 0)
+    except ValueError:
+        sound = False
+    if not sound:
+        return [f"--profile {run.profile}: write the first and the last step as FROM:TO, such as 10:12"]
+    if run.profile_memory and not run.profile:
+        return ["--profile-memory: is a part of a profile; give --profile FROM:TO too, such as 10:12"]
+    return []
 
 
 def backend_problems(config):

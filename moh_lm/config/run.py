@@ -126,8 +126,19 @@ class RunBase:
     )
     wandb: str = option("", "Weights & Biases project that receives the log as well")
     run_report: bool = option(True, "write report.html, the run report, whenever the run stops or completes")
+    profile: str = option(
+        "", "first and last step of a trace of torch.profiler, written to profile/ of the run", metavar="FROM:TO"
+    )
+    profile_ranks: str = option("first", "ranks that --profile traces", choices=("first", "all"))
+    profile_memory: bool = option(False, "trace allocations too, for --profile; on a GPU with a memory snapshot")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass to save memory")
     compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")
+
+    @property
+    def profiled_steps(self):
+        """The steps of --profile, a range; empty without any. Raises ValueError."""
+        first, _, last = self.profile.partition(":")
+        return range(int(first), int(last) + 1) if self.profile else range(0)
 
 
 @dataclass(frozen=True)

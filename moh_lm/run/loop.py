@@ -22,6 +22,7 @@ from moh_lm.monitor.report import report_run
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.nodes import check_nodes
+from moh_lm.run.profile import StepProfile
 from moh_lm.run.resume import resume
 from moh_lm.run.state import RunState
 from moh_lm.supervise.processes import log_rank0
@@ -98,6 +99,7 @@ class Run:
             on_saved=lambda step, path, facts: self.event_log.add("saved", step, f"saved {path}", **facts),
             progress=self.watchdog.progress,
         )
+        self.profile = StepProfile(run, self.device)
         first = dist.get_rank() == 0
         self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         self.evaluation = self.task.make_evaluation(
@@ -111,7 +113,9 @@ class Run:
     def step(self):
         """One iteration, and what is due after it."""
         run = self.config.run
+        self.profile.begin(self.state.step + 1)
         rate, result = self.train()
+        self.profile.end(self.state.step)
         step, last = self.state.step, self.complete()
         if due(step, run.log_interval) or last:
             self.write_log(rate, result)
@@ -183,6 +187,7 @@ class Run:
 
     def close(self):
         """Wait until all is written, and record how the run ended."""
+        self.profile.close()
         self.saver.close()
         self.loader.close()
         if self.log:

@@ -3,6 +3,7 @@
 matplotlib and Jinja2 come with the extra ``plot``.
 """
 
+import os
 from itertools import groupby
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def write_page(directories, output, config_type=Config, with_png=False):
         measure=runs[0].config.unit + (" (bits per byte)" if has_bits else ""),
         differences=differences(runs),
         samples=sample_rows(runs),
+        traces=[(os.path.relpath(path, Path(output).parent), path.name) for run in runs for path in run.traces],
         events=event_rows([event for event in runs[0].events if event["event"] not in QUIET]),
         left_out=[f"{run.directory / name}: {count}" for run in runs for name, count in run.left_out.items()],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
