@@ -4,6 +4,13 @@ DATA stands for the shards of a data directory.
 """
 
 TOOLS = {
+    "tools/average.py": """
+        | RUN and --steps and --output: must be given
+        run --steps 1 two --output b | --steps two: write a whole number
+        run --steps 0 1 --output b | --steps 0: must be 1 or above
+        nosuch --steps 1 --output b | --steps 1: there is no such checkpoint; nosuch/checkpoints has none
+        run --step 1 2 --output b | flag --step is unknown: did you mean --steps?
+    """,
     "tools/branch.py": """
         | RUN and --at and --decay-iters and --output: must be given
         run --at x --decay-iters 2 --output b | --at x: write a whole number
