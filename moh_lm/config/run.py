@@ -150,6 +150,9 @@ class ReliabilityConfig:
     keep_every: int = option(0, "always keep checkpoints whose iteration is a multiple of this; 0: none")
     require_checkpoint: bool = option(False, "fail instead of starting from random weights if there is no checkpoint")
     async_save: bool = option(True, "write checkpoints in the background from a copy in CPU memory")
+    after_save: str = option(
+        "", "shell command after every checkpoint, in the background; {path} is its directory", metavar="COMMAND"
+    )
     exit_after: int | None = option(None, "save and exit after this time, for example 3h50m", duration=True)
     hang_timeout: int = option(1800, "abort if a rank makes no progress for this long, for example 30m", duration=True)
     max_skipped_steps: int = option(

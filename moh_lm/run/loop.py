@@ -21,6 +21,7 @@ from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.after_save import AfterSave
 from moh_lm.run.nodes import check_nodes
 from moh_lm.run.profile import StepProfile
 from moh_lm.run.resume import resume
@@ -90,13 +91,16 @@ class Run:
         self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
+        self.after_save = AfterSave(
+            self.config.reliability.after_save, self.event_log, self.config.reliability.hang_timeout
+        )
         self.saver = Saver(
             checkpoints,
             keep_last=self.config.reliability.keep_last,
             keep_every=self.config.reliability.keep_every,
             background=self.config.reliability.async_save,
             verified=[step] if step else [],
-            on_saved=lambda step, path, facts: self.event_log.add("saved", step, f"saved {path}", **facts),
+            on_saved=self.saved,
             progress=self.watchdog.progress,
         )
         self.profile = StepProfile(run, self.device)
@@ -109,6 +113,11 @@ class Run:
             self.evaluate()
             if self.log:
                 self.log.started = time.perf_counter()  # the time left is that of steps like those to come
+
+    def saved(self, step, path, facts):
+        """A checkpoint is complete. On rank 0."""
+        self.event_log.add("saved", step, f"saved {path}", **facts)
+        self.after_save.add(step, path)
 
     def step(self):
         """One iteration, and what is due after it."""
@@ -128,6 +137,7 @@ class Run:
             self.saver.save(step, self.engine.fragments(), self.engine.config_now(), self.state.capture(), tokenizer)
         elif not writing:
             self.saver.finish()
+        self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started
 
     def train(self):
@@ -189,6 +199,7 @@ class Run:
         """Wait until all is written, and record how the run ended."""
         self.profile.close()
         self.saver.close()
+        self.after_save.close(self.watchdog.progress)
         self.loader.close()
         if self.log:
             self.log.close()
