@@ -56,6 +56,13 @@ TOOLS = {
         run --output hf | --output hf: is not empty; give another directory
         run --output new --weights best | --weights best: choose one of master, ema
     """,
+    "tools/fetch_data.py": """
+        | FROM and --output: must be given
+        nosuch --output new | FROM nosuch: has no manifest.json; give a directory that data_prep/tokenize.py has
+        nosuch://data --output new | FROM nosuch://data: Protocol not known: nosuch; pip install -e '.[remote]'
+        DATA --output new --workers 0 | --workers 0: must be 1 or above
+        DATA --out new | flag --out is unknown: did you mean --output?
+    """,
     "tools/head_report_images.py": """
         | RUN_OR_STEP and --images: must be given
         nosuch --images x | nosuch: no checkpoint here
