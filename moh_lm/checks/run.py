@@ -176,6 +176,7 @@ def backend_problems(config):
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
     limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
+    limits += ["--seq-length-warmup"] * bool(config.data.seq_length_warmup and own)
     if backend == "triton" and limits:
         found.append(f"{given}: does not know --routed-keys selected with {limits[0]}; choose auto or dense")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
@@ -184,6 +185,19 @@ def backend_problems(config):
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
     return found
+
+
+def warmup_problems(config):
+    """What is wrong with --seq-length-warmup."""
+    given, whole = config.data.seq_length_warmup, config.run.seq_length
+    try:
+        length, iterations = config.data.length_warmup if given else (1, 1)
+    except ValueError:
+        length = iterations = 0
+    if 1 <= length < whole and iterations >= 1:
+        return []
+    advice = f"write LENGTH:ITERS, such as 256:5000, with a LENGTH below --seq-length {whole}"
+    return [f"--seq-length-warmup {given}: {advice}"]
 
 
 def window_problems(config):

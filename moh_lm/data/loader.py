@@ -2,7 +2,8 @@
 
     tokens      w_0 w_1 ... w_{S-1}      of a window w_0 ... w_S
     labels      w_1 w_2 ... w_S          with resets, -100 where the next token begins another document
-    positions   0 1 2 0 1 ...            with resets only: from 0 at the first token of each document and of the window
+    positions   0 1 2 0 1 ...            with resets only: from 0 at the first token of each document and of the window,
+                                         and of each part of it in a warm-up of the length
 
 With resets a document neither sees nor predicts another: its last token, which would have to guess how an unrelated
 text begins, has no label.
@@ -25,21 +26,22 @@ class MicroBatch(NamedTuple):
     tokens: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64: the next token, or -100 where none is to be predicted
     sources: torch.Tensor  # [b] int64: index into Dataset.source_names
-    positions: torch.Tensor | None = None  # [b, s] int64: of each token in its document; None without resets
+    positions: torch.Tensor | None = None  # [b, s] int64: of each token in its document or part; None without any
     samples: torch.Tensor | None = None  # [b] int64: their numbers in the run; None of held-out sequences
 
 
 class Loader:
     """The micro-batches of one data-parallel rank; ranks of the same rank in other dimensions read the same.
 
-    reset_at_documents: give positions, and no label to the last token of a document. pin_memory: for a GPU, where
+    reset_at_documents: give positions, and no label to the last token of a document. length_at: consumed samples ->
+    tokens of the parts of a window that do not see each other; None: windows stay whole. pin_memory: for a GPU, where
     copies from other memory wait for the kernels before them. A thread reads the steps that follow the one asked for;
     ``close`` ends it.
     """
 
     def __init__(
         self, dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, data_parallel_rank: int,
-        data_parallel_size: int, reset_at_documents: bool = False, pin_memory: bool = False,
+        data_parallel_size: int, reset_at_documents: bool = False, length_at=None, pin_memory: bool = False,
     ):  # fmt: skip
         self.dataset = dataset
         self.global_batch_size = global_batch_size
@@ -48,6 +50,7 @@ class Loader:
         self.rank = data_parallel_rank
         self.size = data_parallel_size
         self.reset_at_documents = reset_at_documents
+        self.length_at = length_at
         self.pin_memory = pin_memory
         self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self.ahead = deque()  # (consumed_samples, future) of the steps that are being read, in order
@@ -80,7 +83,9 @@ class Loader:
         first = consumed_samples + self.rank * self.samples_per_step
         mixture, samples = self.dataset.mixture_of(first), np.arange(first, first + self.samples_per_step)
         source, _, position = mixture.locate(samples)  # a decay begins between two steps
-        return self.micro_batches([entry.training for entry in self.dataset.sources], source, position, samples)
+        streams = [entry.training for entry in self.dataset.sources]
+        part = self.length_at(consumed_samples) if self.length_at else None
+        return self.micro_batches(streams, source, position, samples, part)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:
         """This rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are fewer.
@@ -94,8 +99,11 @@ class Loader:
         mine = position.reshape(-1, self.size, self.micro_batch_size)[:, self.rank].reshape(-1)  # [n, R, b] -> [n b]
         return self.micro_batches([entry.validation for entry in self.dataset.sources], np.full(len(mine), index), mine)
 
-    def micro_batches(self, streams, source, position, samples=None):
-        """Windows at ``position`` [n] of the streams ``source`` [n], cut into micro-batches; position -1 is filler."""
+    def micro_batches(self, streams, source, position, samples=None, part=None):
+        """Windows at ``position`` [n] of the streams ``source`` [n], cut into micro-batches; position -1 is filler.
+
+        part: tokens of the parts of a window; None: it is whole.
+        """
         length = self.dataset.mixture.seq_length
         windows = np.zeros((len(position), length + 1), dtype=np.int64)
         starts = np.zeros_like(windows) if self.reset_at_documents else None  # of the document of each token
@@ -110,6 +118,9 @@ class Loader:
         if self.reset_at_documents:
             labels[starts[:, 1:] > 0] = IGNORED
             arrays["positions"] = np.arange(length) - np.maximum.accumulate(starts[:, :-1], axis=1)
+        if part is not None and part < length:
+            within = np.broadcast_to(np.arange(length) % part, (len(position), length)).copy()
+            arrays["positions"] = np.minimum(arrays.get("positions", within), within)
         if samples is not None:
             arrays["samples"] = samples
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
