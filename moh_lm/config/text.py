@@ -19,6 +19,12 @@ class DataConfig:
         (), "NAME=WEIGHT for each source; weights need not sum to 1 (default: in proportion to tokens)"
     )
     validation_fraction: float = option(0.001, "share of every source that is held out for validation")
+    packing: str = option(
+        "concatenate",
+        "concatenate: cut the joined documents of a source every --seq-length tokens; best_fit: put documents into "
+        "rows so that few are cut",
+        choices=("concatenate", "best_fit"),
+    )
     reset_at_documents: bool = option(False, "restrict attention and prediction to tokens of the same document")
     seq_length_warmup: str = option(
         "",
