@@ -6,13 +6,12 @@ from itertools import groupby
 import torch
 
 from moh_lm.build import layer_backends
-from moh_lm.config import ConfigError, walk
+from moh_lm.config import walk
 from moh_lm.cost.attention import describe_kv
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import assumptions, step_seconds
-from moh_lm.data.files import ShardError
 from moh_lm.kernels.measured import machine, measurement
 from moh_lm.units import by_layer, gibibytes, listing, short, time_left, words, wrapped
 
@@ -225,27 +224,13 @@ def describe_data(config, dataset):
             f"{row['epochs']:>8.3f}  {row['validation_windows']:>8,}"
         )
     if dataset.packer:
-        yield from describe_packing(dataset)
+        yield from dataset.packer.describe(dataset.source_names)
     yield from (f"  {note}" for note in dataset.notes)
     asked = config.run.eval_samples
     few = [f"{row['name']} {row['validation_windows']}" for row in rows if 0 < row["validation_windows"] < asked]
     if few:
         remedy = "a larger --validation-fraction holds out more"
         yield f"  fewer sequences are held out than --eval-samples {asked}: {listing(few)}; {remedy}"
-
-
-def describe_packing(dataset):
-    """What best_fit makes of each source, estimated from some of its blocks. Raises ConfigError if one is damaged."""
-    yield "packing    best_fit, without padding: documents that are cut though they would fit into a sequence"
-    width = max(map(len, dataset.source_names))
-    for source, name in enumerate(dataset.source_names):
-        try:
-            found = dataset.packer.counts(source)
-        except ShardError as error:
-            raise ConfigError([f"source {name}: {error}; restore the file"]) from error
-        cut, before = (number / max(1, found.documents) for number in (found.cut, found.cut_by_windows))
-        tokens = f"{found.apart / found.tokens:.2%} of the tokens"
-        yield f"  {name:<{width}}  {cut:.2%} with {tokens} after the cut; {before:.2%} with concatenate"
 
 
 def describe_memory(config, world_size):

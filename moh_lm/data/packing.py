@@ -15,6 +15,9 @@ from bisect import bisect_left, insort
 from functools import lru_cache
 from typing import NamedTuple
 
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+
 ROWS = 64  # of a block
 CACHED = 256  # blocks
 COUNTED = 32  # blocks of a source that ``counts`` looks at
@@ -77,6 +80,19 @@ class Packer:
             _, starts, rows = self.documents(source, phase, number)
             found.append(count_cuts(starts, rows, self.mixture.seq_length))
         return Counts(*map(sum, zip(*found, strict=True)))
+
+
+    def describe(self, names):
+        """Lines about what is cut in the sources of these names. Raises ConfigError if one of them is damaged."""
+        yield "packing    best_fit, without padding: documents that are cut though they would fit into a sequence"
+        for source, name in enumerate(names):
+            try:
+                found = self.counts(source)
+            except ShardError as error:
+                raise ConfigError([f"source {name}: {error}; restore the file"]) from error
+            cut, before = (number / max(1, found.documents) for number in (found.cut, found.cut_by_windows))
+            tokens = f"{found.apart / found.tokens:.2%} of the tokens"
+            yield f"  {name:<{max(map(len, names))}}  {cut:.2%} with {tokens} after the cut; {before:.2%} with concatenate"
 
 
 def pack(starts, rows, length):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from moh_lm.config import ConfigError, DataConfig
-from moh_lm.cost.summary import describe_packing
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from moh_lm.data.packing import ROWS, count_cuts, pack
@@ -156,7 +155,7 @@ def test_runs_in_two_layouts_and_through_a_resume_agree(data_dir, tmp_path):
 
 
 def test_the_dry_run_says_what_is_cut(directory):
-    _, line = describe_packing(opened(directory))
+    _, line = opened(directory).packer.describe(["a"])
     cut, apart, before = (float(part) for part in re.findall(r"([\d.]+)%", line))
     assert line.startswith("  a  ") and 0 < apart < cut < before / 5
     unit = next((directory / "a").glob("*.idx"))
@@ -164,7 +163,7 @@ def test_the_dry_run_says_what_is_cut(directory):
     try:
         unit.write_bytes(content[:-9] + b"damaged!" + content[-1:])
         with pytest.raises(ConfigError, match="source a: .*restore the file"):
-            list(describe_packing(opened(directory)))
+            list(opened(directory).packer.describe(["a"]))
     finally:
         unit.write_bytes(content)
 
