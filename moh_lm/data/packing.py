@@ -85,6 +85,7 @@ class Packer:
     def describe(self, names):
         """Lines about what is cut in the sources of these names. Raises ConfigError if one of them is damaged."""
         yield "packing    best_fit, without padding: documents that are cut though they would fit into a sequence"
+        width = max(map(len, names))
         for source, name in enumerate(names):
             try:
                 found = self.counts(source)
@@ -92,7 +93,7 @@ class Packer:
                 raise ConfigError([f"source {name}: {error}; restore the file"]) from error
             cut, before = (number / max(1, found.documents) for number in (found.cut, found.cut_by_windows))
             tokens = f"{found.apart / found.tokens:.2%} of the tokens"
-            yield f"  {name:<{max(map(len, names))}}  {cut:.2%} with {tokens} after the cut; {before:.2%} with concatenate"
+            yield f"  {name:<{width}}  {cut:.2%} with {tokens} after the cut; {before:.2%} with concatenate"
 
 
 def pack(starts, rows, length):

@@ -74,6 +74,8 @@ class Run:
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
         self.timer = ForwardTimer(self.engine.model, device)
         watchdog.progress()
+        for sentence in self.engine.compare_kernels():
+            log_rank0(sentence)
         watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
