@@ -1,8 +1,8 @@
 """events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
 
-One object per event: "time" (UTC), "event", "step", and facts. Events: import, saved, resumed, damaged, skipped, spike,
-stopped, complete, failed, data changed, routing changed, loss changed, training changed, dense warm-up over, alarm,
-alarm over. Lines are only ever added, so the file also remembers that there once were checkpoints.
+One object per event: "time" (UTC), "event", "step", and facts. Events: import, started, saved, resumed, damaged,
+skipped, spike, stopped, complete, failed, data changed, routing changed, loss changed, training changed, dense warm-up
+over, alarm, alarm over. Lines are only ever added, so the file also remembers that there once were checkpoints.
 
 A log is not worth ending a run for: what cannot be written now is written later.
 """

@@ -18,6 +18,7 @@ from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
+from moh_lm.monitor.surroundings import surroundings
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.nodes import check_nodes
@@ -98,6 +99,8 @@ class Run:
             progress=self.watchdog.progress,
         )
         first = dist.get_rank() == 0
+        if first:
+            self.event_log.add("started", step, **surroundings(self.device))
         self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         self.evaluation = self.task.make_evaluation(
             self.config, self.engine, self.loader, self.log, self.watchdog.progress
