@@ -35,8 +35,7 @@ class RunRecord:
 
     def __init__(self, directory, config_type=Config):
         self.directory = Path(directory)
-        path = self.directory.resolve()
-        self.name = path.parent.name if path.name == "run" else path.name  # of the quickstarts: OUT/run
+        self.name = name_of(self.directory)
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
         self.config = config_type.load(self.directory / "config.json")
@@ -125,6 +124,14 @@ class RunRecord:
             if value not in (entry.default, list(entry.default) if isinstance(entry.default, tuple) else None):
                 words.append(f"{flag(entry.name)} {written(value, shlex.quote)}")
         return " \\\n  ".join(words)
+
+
+def name_of(directory):
+    """What the run or the export in a directory is called: its last name, or that of OUT in a quickstart's OUT/run."""
+    path = Path(directory).resolve()
+    if path.parent.name == "checkpoints":
+        return f"{name_of(path.parents[1])}, {path.name}"
+    return path.parent.name if path.name in ("run", "hf") else path.name
 
 
 def written(value, quote=str):
