@@ -31,7 +31,7 @@ class RunLog:
     def __init__(self, directory, first_step, config):
         self.first_step = first_step
         self.train_iters = config.run.train_iters
-        self.model = config.model
+        self.model, self.head_curves = config.model, config.run.head_curves
         self.started = time.perf_counter()
         self.step_width = 2 * len(str(self.train_iters)) + 1
         self.printed = 0
@@ -57,7 +57,7 @@ class RunLog:
         scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
         scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(record.get("window", ()))}
-        self.writers.scalars(scalars | head_scalars(self.model, figures), step)
+        self.writers.scalars(scalars | head_scalars(self.model, figures, self.head_curves), step)
         self.head_maps(figures, step)
         print("\n".join(self.lines(record)), flush=True)
 
@@ -152,12 +152,12 @@ class RunLog:
         self.writers.close()
 
 
-def head_scalars(model, figures):
-    """{TensorBoard's tag: value} of ``head_figures``: the load of each routed head, and what sums it up, by layer."""
+def head_scalars(model, figures, with_loads):
+    """{TensorBoard's tag: value} of ``head_figures``: what sums up the loads of a layer; with_loads: also each load."""
     found = {}
     for place, layer in enumerate(model.gated_layers() if figures else ()):
         tag = f"routed_heads/layer_{layer.index:02d}"
-        for index, load in enumerate(figures["load"][place]):
+        for index, load in enumerate(figures["load"][place] if with_loads else ()):
             found[f"{tag}/load_{layer.unit}_{layer.num_shared + index:02d}"] = load
         for key in SHOWN_HEADS:
             if key in figures and figures[key][place] is not None:

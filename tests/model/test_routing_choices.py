@@ -195,7 +195,7 @@ def test_the_coefficient_of_relu_gates_follows_the_selected_heads(budgets, sign,
 
 def test_active_heads_loads_and_mfu_follow_the_selections(data_dir, tmp_path):
     flags = f"--train-iters 2 --log-interval 2 --eval-interval 0 --eval-samples 1 --peak-tflops 0.001 {MODELS['both']}"
-    flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3")
+    flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3", "--head-curves")
     (taken,) = run_ranks(run_recorded, 1, flags)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     board, active = events_of(tmp_path), {}
