@@ -180,7 +180,7 @@ def test_the_page_says_what_ran_where(runs, tmp_path):
     with open(tmp_path / "tiny" / "run" / "events.jsonl", "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in (started, odd))
     record = RunRecord(tmp_path / "tiny" / "run")
-    assert tables.title(record) == "tiny: MoH with 4.21M parameters, 100,000 steps"
+    assert tables.title(record) == "tiny: MoH with 4.6M parameters, 100,000 steps"
     told = dict(tables.summary(record))
     assert told["machine"] == "2 x H200" and told["software"] == "torch 2.9, commit ab1"
     assert told["first started"] == "2026-01-01T00:00:00Z" and told["speed"] == "2,048 tokens/s"
