@@ -7,9 +7,10 @@ from moh_lm.cost.memory import parameter_counts
 from moh_lm.cost.summary import describe_heads
 from moh_lm.monitor.record import rounded
 from moh_lm.monitor.report.series import written
-from moh_lm.units import short, time_left, words
+from moh_lm.units import short, time_left
 
 MOST_EVENTS = 300  # rows of the table; the curves have all
+IMAGE_MODELS = {"vit": "ViT", "dit": "DiT"}
 MOST_ALIKE = 3  # events of a kind that follow one another and have a row each
 PARTS = {
     "data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer", "save": "saving",
@@ -18,15 +19,16 @@ PARTS = {
 
 def title(run):
     """Such as "quickstart: MoH with 3.4M parameters, 500 steps"."""
-    model, kind = run.config.model, getattr(run.config, "kind", "").upper()
+    model = run.config.model
     form = "MoH" if model.routed_layers() else "gated heads" if model.gated_layers() else "dense attention"
-    size = f" with {parameters(model)} parameters" if isinstance(run.config, Config) else f" {kind}"
-    return f"{run.name}: {form}{size}, {run.config.run.train_iters:,} steps"
+    of_text = isinstance(run.config, Config)
+    what = f"{form} with {parameters(model)} parameters" if of_text else f"{IMAGE_MODELS[run.config.kind]}, {form}"
+    return f"{run.name}: {what}, {run.config.run.train_iters:,} steps"
 
 
 def parameters(model):
     total = parameter_counts(model)["total"]
-    return f"{total / 1e6:.3g}M" if total < 1e9 else short(total)
+    return f"{total / 1e6:.3g}M" if 1e6 <= total < 1e9 else short(total)
 
 
 def summary_rows(runs):
@@ -39,7 +41,8 @@ def summary(run):
     """[(what, value)] of one run, the same for every run of a program."""
     config, model, started = run.config, run.config.model, run.started
     of_text = isinstance(config, Config)
-    shape = f"{model.num_layers} layers of {words(model.num_attention_heads)} heads, width {model.hidden_size}"
+    heads = " to ".join(map(str, sorted({min(model.head_counts), max(model.head_counts)})))
+    shape = f"{model.num_layers} layers of {heads} heads, width {model.hidden_size}"
     versions = [f"{name} {version}" for name, version in started.get("versions", {}).items()]
     versions += [f"commit {started['commit']}"] if "commit" in started else []
     tokens = run.tokens_at(run.step), run.tokens_at(config.run.train_iters)
