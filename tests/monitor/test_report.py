@@ -13,6 +13,7 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.report import page, pictures, tables
 from moh_lm.monitor.report.series import POINTS, RunRecord
+from tests.vision.cases import parsed
 from tools import run_report
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 8 --num-shared-heads 2 3 --num-active-routed-heads 2
@@ -185,6 +186,27 @@ def test_the_page_says_what_ran_where(runs, tmp_path):
     assert told["machine"] == "2 x H200" and told["software"] == "torch 2.9, commit ab1"
     assert told["first started"] == "2026-01-01T00:00:00Z" and told["speed"] == "2,048 tokens/s"
     assert told["held-out loss"] == "3.5000 after step 800 (nats per token)"
+
+
+@pytest.mark.parametrize(
+    "kind, flags, title, model",
+    [
+        ("vit", "--hidden-sizes 8 16 16 32 --depths 1 1 1 1 --num-attention-heads 2 4 4 8 --num-shared-heads 2 2 1 2 "
+         "--num-active-routed-heads 0 1 2 3", "small: ViT, MoH, 9 steps", "4 layers of 2 to 8 heads, width 8-16-16-32"),
+        ("dit", "--hidden-size 32 --num-layers 2 --num-attention-heads 4 --head-selection all",
+         "small: DiT, dense attention, 9 steps", "2 layers of 4 heads, width 32"),
+    ],
+)  # fmt: skip
+def test_an_image_model_has_a_page_too(kind, flags, title, model, tmp_path):
+    run = tmp_path / "small" / "run"
+    run.mkdir(parents=True)
+    config = parsed(kind, f"--train-iters 9 --batch-size 8 {flags}".split())
+    (run / "config.json").write_text(json.dumps(config.to_dict()))
+    rows = [training_record(step) | {"source_bits_per_byte": {}} for step in range(1, 10)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_report.main([str(run)]) == 0
+    text = (run / "report.html").read_text()
+    assert f"<h1>{title}</h1>" in text and f"<td>{model}</td>" in text
 
 
 def test_the_axis_leaves_out_what_was_before_the_training():
