@@ -200,7 +200,7 @@ class Run:
         else:
             reason = f" ({self.stop.reason})" if self.stop.reason else ""
             stopped = f"stopped after step {step} of {run.train_iters}, as asked{reason}"
-            self.event_log.add("stopped", step, f"{stopped}; the same command goes on")
+            self.event_log.add("stopped", step, f"{stopped}; the same command resumes it")
         self.report()
 
     def report(self):
