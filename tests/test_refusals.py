@@ -4,13 +4,16 @@ import pytest
 import torch.distributed as dist
 
 from moh_lm import pretrain
+from moh_lm.checkpoint.manifest import describe, write_manifest
 from moh_lm.checks import config_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import write_json
 from moh_lm.run import program
 from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
 
+IN_GROUPS = "--num-key-value-heads 6 --routing-unit head_in_group"  # of twelve heads
 REFUSALS = {  # flags: what the one line has to name
     "--num-layer 2": ("--num-layer", "--num-layers"),
     "--qqq 2": ("--qqq", "--help"),
@@ -67,6 +70,13 @@ REFUSALS = {  # flags: what the one line has to name
     "--position cope --attention-backend cpu_sparse": ("--attention-backend cpu_sparse", "choose dense, or auto"),
     "--routing-unit key_value_group --num-key-value-heads 3": ("--num-shared-heads 6", "4 heads", "multiples of 4"),
     "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
+    f"{IN_GROUPS} --num-shared-heads 3": ("--num-shared-heads 3", "6 groups", "multiples of 6, such as 0 and 6"),
+    f"{IN_GROUPS} --num-key-value-heads 12": ("--routing-unit head_in_group", "none do", "--num-key-value-heads"),
+    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "as many heads of a group", "leave it out"),
+    f"{IN_GROUPS} --routing-top-p 0.5 --routing paper": ("--routing-top-p 0.5", "head_in_group", "leave it out"),
+    f"{IN_GROUPS} --routed-keys selected": ("--routed-keys selected", "head_in_group", "sees all keys"),
+    f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave it out"),
+    "--attention-backend groups": ("--attention-backend groups", "--routing-unit head_in_group", "choose auto"),
     "--routing-top-p 0 --routing paper": ("--routing-top-p 0", "above 0 and at most 1"),
     "--routing-top-p 1.5 --routing paper": ("--routing-top-p 1.5", "above 0 and at most 1"),
     "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),
@@ -85,8 +95,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
     "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
-    "--devices 64": ("--devices 64: goes with --dry-run",),
-    "--device-name H100": ("--device-name H100: goes with --dry-run",),
+    "--devices 64": ("--devices 64: needs --dry-run",),
+    "--device-name H100": ("--device-name H100: needs --dry-run",),
     "--devices 0 --dry-run": ("--devices 0: must be 1 or above",),
     "--device-name RTX-9 --dry-run": ("--device-name RTX-9: is not known", "H100"),
     "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
@@ -158,6 +168,7 @@ def test_sources_that_are_not_there_are_one_sentence(data_dir):
         ("--num-shared-heads 4 --num-attention-heads 14 --head-dim 64", "--num-key-value-heads 14"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 1022", "--seq-length 1022"),
         ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),
+        (f"{IN_GROUPS} --head-budget 0.5", "size 4: must divide --num-key-value-heads 6, since heads compete"),
     ],
 )
 def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
@@ -173,6 +184,7 @@ def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
         ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
         ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
+        (f"{IN_GROUPS} --head-budget 0.5", "size 4: must divide --num-key-value-heads 6, since heads compete"),
         ("--num-shared-heads 8 --context-parallel-size 3", "--context-parallel-size 3: needs a multiple of 3"),
     ],
 )
@@ -196,6 +208,18 @@ def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, refused
     (tmp_path / "file").touch()
     (problem,) = refused(*REQUIRED, "--data-dir", data_dir, *TINY, "--checkpoint-dir", tmp_path / "file")
     assert "--checkpoint-dir" in problem and "give another directory" in problem
+
+
+@pytest.mark.parametrize("flags", ["--num-layers 4", "--num-attention-heads 3 --hidden-size 48", "--vocab-size 32"])
+def test_a_flag_of_another_model_is_all_that_is_refused(flags, tmp_path, refused, data_dir):
+    """Not what it would make of the other settings of the run: its heads and windows by layer, or its tokenizer."""
+    step = tmp_path / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    write_json(step / "config.json", parse(*TINY, *"--num-layers 2 --num-attention-heads 8".split()).to_dict())
+    write_manifest(step, {"config.json": describe(step / "config.json")})
+    problems = refused(*REQUIRED, *TINY, "--data-dir", data_dir, "--checkpoint-dir", tmp_path, *flags.split())
+    given = [text[2:].replace("-", "_") for text in flags.split()[::2]]
+    assert sorted(given) == [text.partition(f"cannot resume from {step}: ")[2].split()[0] for text in problems]
 
 
 @pytest.mark.parametrize(

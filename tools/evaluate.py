@@ -9,7 +9,7 @@ config.json says ``moh_llama``); that of other models is not. Each model is load
 holds the table, all metrics of the harness, and the versions. docs/huggingface.md says what compares with the paper.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
-has to be mended.
+has to be fixed.
 """
 
 import contextlib

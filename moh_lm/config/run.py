@@ -125,6 +125,9 @@ class RunBase:
         None, "price of one device-hour, for the cost estimates of --dry-run and tools/plan.py"
     )
     wandb: str = option("", "Weights & Biases project that receives the log as well")
+    head_curves: bool = option(
+        False, "draw the load of every single routed head in TensorBoard and Weights & Biases, besides the maps"
+    )
     run_report: bool = option(True, "write report.html, the run report, whenever the run stops or completes")
     profile: str = option(
         "", "first and last step of a trace of torch.profiler, written to profile/ of the run", metavar="FROM:TO"

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.summary import describe_switch
 from moh_lm.monitor.accumulator import MetricsAccumulator
-from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms
+from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms, Announcer
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.ranks import ForwardTimer, rank_figures
 from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
+from moh_lm.monitor.surroundings import surroundings
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.after_save import AfterSave
@@ -79,6 +80,7 @@ class Run:
         watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
+        self.announcer = Announcer()
         self.event_log = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
         self.state = RunState(config, dataset, self.engine, self.accumulator, self.alarms)
         resume(task, self.state, self.event_log, watchdog.progress)
@@ -107,6 +109,8 @@ class Run:
         )
         self.profile = StepProfile(run, self.device)
         first = dist.get_rank() == 0
+        if first:
+            self.event_log.add("started", step, **surroundings(self.device))
         self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         self.evaluation = self.task.make_evaluation(
             self.config, self.engine, self.loader, self.log, self.watchdog.progress
@@ -141,6 +145,8 @@ class Run:
             self.saver.finish()
         self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started
+        if self.log:
+            self.log.progress(step)
 
     def train(self):
         """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
@@ -188,10 +194,11 @@ class Run:
                 self.task.flops,
             )  # fmt: skip
             self.log.training(record, figures)
-            for text, facts in self.alarms.check(accumulator, figures, ranks):
-                text = f"step {step}: {text}"
-                self.event_log.add(facts.pop("event"), step, text, **facts)
-                self.log.writers.alarm(text, step)
+            found = self.alarms.check(accumulator, figures, ranks)
+            for facts in found:
+                self.event_log.add(step=step, **facts)
+            for line in self.announcer.lines(found):
+                self.log.alarm(step, line)
         accumulator.clear()
 
     def evaluate(self):
@@ -211,7 +218,7 @@ class Run:
         else:
             reason = f" ({self.stop.reason})" if self.stop.reason else ""
             stopped = f"stopped after step {step} of {run.train_iters}, as asked{reason}"
-            self.event_log.add("stopped", step, f"{stopped}; the same command goes on")
+            self.event_log.add("stopped", step, f"{stopped}; the same command resumes it")
         self.report()
 
     def report(self):

@@ -29,7 +29,7 @@ def pipe_of_python():
 def test_a_reader_that_goes_away_ends_no_work(pipe_of_python):
     reader, writer = os.pipe()
     os.close(reader)
-    for unheard in ("goes on", "ends"):
+    for unheard in ("continues", "ends"):
         with open(os.dup(writer), "w") as file, pytest.raises(SystemExit) if unheard == "ends" else nullcontext():
             for _ in range(2):
                 print("text", file=Output(file, unheard), flush=True)
@@ -55,6 +55,16 @@ def test_a_console_without_utf_8_gets_escapes():
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print("\u00e9", file=Output(file), flush=True)
     assert file.buffer.getvalue() == b"\\xe9\n"
+
+
+def test_a_shown_line_goes_with_the_next_text():
+    file = io.StringIO()
+    output = Output(file)
+    output.show("10%")
+    output.show("20%")
+    for text in ("step 1", "step 2"):
+        print(text, file=output)
+    assert file.getvalue() == "\x1b[K10%\r\x1b[K20%\r\x1b[Kstep 1\nstep 2\n"
 
 
 def run_unheard(flags):
