@@ -62,7 +62,7 @@ def test_a_copy_has_the_same_bytes_and_the_same_samples(remote, tool, tmp_path):
     assert both[0].fingerprint() == both[1].fingerprint()
 
 
-def test_a_connection_that_is_lost_again_and_again_only_costs_calls(remote, tool, tmp_path, monkeypatch):
+def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "BLOCK", 1000)
     copied, calls, code = [], 0, None
     while code != 0:
@@ -77,7 +77,7 @@ def test_a_connection_that_is_lost_again_and_again_only_costs_calls(remote, tool
     assert contents(tmp_path / "copy") == contents(tmp_path / "origin")
 
 
-def test_what_is_damaged_at_its_origin_is_named_and_never_published(remote, tool, tmp_path):
+def test_damage_at_the_origin_is_named_and_never_published(remote, tool, tmp_path):
     content = bytearray(remote.cat_file("/data/web/unit-0.bin"))
     content[5000] ^= 1
     remote.pipe("/data/web/unit-0.bin", bytes(content))
