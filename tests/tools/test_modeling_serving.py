@@ -6,12 +6,13 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.tools.modeling_cases import GREEDY, GROUPS, SHAPE, make_model, random_tokens
 
 LATENT = {"attention": "latent", "kv_lora_rank": 5, "qk_rope_head_dim": 4}
 TWO_SIZES = {"layer_windows": [5, 2]}
+STOCK = {key: value for key, value in SHAPE.items() if key not in ("num_shared_heads", "num_active_routed_heads")}
 
 
 def served(model, prompts):
@@ -65,20 +66,22 @@ def graphs_of(model):
     mask[1, :3] = 0
     expected = model.generate(tokens, attention_mask=mask, use_cache=False, **GREEDY)
     torch._dynamo.reset()
-    compiled = transformers.CompileConfig(
-        fullgraph=True, dynamic=False, backend=lambda graph, _: found.append(graph) or graph
-    )
+    count = {"backend": lambda graph, inputs, **options: found.append(graph) or graph}
+    compiled = transformers.CompileConfig(fullgraph=True, dynamic=False, **count)
     compiled._compile_all_devices = True
     compiled = {"cache_implementation": "static", "compile_config": compiled}
     assert model.generate(tokens, attention_mask=mask, **compiled, **GREEDY).equal(expected)
     return len(found)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, TWO_SIZES, {"routed_keys": "selected"}, {"routing": "query_norm", "layer_windows": [4, 0]}, LATENT]
-)
+@pytest.mark.parametrize("changes", [{}, {"routed_keys": "selected"}, {"routing": "query_norm"}, LATENT])
 @torch.no_grad()
 def test_a_padded_batch_with_a_static_cache_is_one_graph(changes):
-    shape = {key: value for key, value in SHAPE.items() if not key.startswith("num_") or "heads" not in key}
-    llama = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4)).eval()
-    assert graphs_of(make_model(**changes)) == graphs_of(llama) == 1
+    assert graphs_of(make_model(**changes)) == graphs_of(LlamaForCausalLM(LlamaConfig(**STOCK)).eval()) == 1
+
+
+@torch.no_grad()
+def test_windows_are_compiled_as_often_as_those_of_mistral():
+    """Once more with each token, by transformers' own cache of windows."""
+    mistral = MistralForCausalLM(MistralConfig(**STOCK, num_key_value_heads=4, sliding_window=5)).eval()
+    assert graphs_of(make_model(**TWO_SIZES)) <= graphs_of(mistral)

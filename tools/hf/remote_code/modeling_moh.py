@@ -52,7 +52,7 @@ from .moh_own_keys import (
     StaticLayer,
     can_keep_less,
 )
-from .moh_positions import MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
+from .moh_positions import COUNT_SLOTS, MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
 from .moh_router import MoHLlamaRouter, load_balance_loss
 
 CACHE_FIELDS = {"cache", "past_key_values"}  # the names since transformers 5.24, and before
@@ -207,8 +207,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             past_key_values = DynamicCache(**({"config": config} if "config" in CACHE_ARGUMENTS else {}))
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if cache_position is None:  # the cache of continuous batching knows no length, and gets position_ids
-            past = past_key_values.get_seq_length() if hasattr(past_key_values, "get_seq_length") else 0
+        if cache_position is None and (position_ids is None or COUNT_SLOTS):  # else a cache need not know its length
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
             cache_position = torch.arange(x.shape[1], device=x.device) + past
         if position_ids is None:
             position_ids = cache_position.unsqueeze(0)
