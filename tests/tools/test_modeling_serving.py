@@ -85,3 +85,15 @@ def test_windows_are_compiled_as_often_as_those_of_mistral():
     """Once more with each token, by transformers' own cache of windows."""
     mistral = MistralForCausalLM(MistralConfig(**STOCK, num_key_value_heads=4, sliding_window=5)).eval()
     assert graphs_of(make_model(**TWO_SIZES)) <= graphs_of(mistral)
+
+
+@pytest.mark.parametrize("changes", [{}, TWO_SIZES, {"routed_keys": "selected"}, {"layer_positions": ["cope", "none"]}])
+@torch.no_grad()
+def test_packed_texts_do_not_see_each_other(changes):
+    """Where positions begin anew, as trainers pack them without a mask."""
+    pytest.importorskip("transformers", "4.53")
+    model, texts = make_model(**changes), [random_tokens(1, length, seed=length) for length in (6, 9)]
+    places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    packed = model(torch.cat(texts, 1), position_ids=places, use_cache=False).logits
+    expected = torch.cat([model(text, use_cache=False).logits for text in texts], 1)
+    torch.testing.assert_close(packed, expected, rtol=0, atol=3e-6 * expected.abs().max().item())
