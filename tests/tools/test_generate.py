@@ -76,6 +76,8 @@ def test_a_package_that_the_tokenizer_needs_is_named(tmp_path, monkeypatch, caps
     values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
     for name, content in (("config.json", values), ("tokenizer.json", {}), ("tokenizer_config.json", {})):
         (tmp_path / name).write_text(json.dumps(content))
+    save_file({name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()},
+              tmp_path / "model.safetensors")  # fmt: skip
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert generate_tool.main(["--model", str(tmp_path), "--prompt", "a"]) == 2
     assert "has no tokenizer that can be read: needs the package tokenizers; pip install" in capsys.readouterr().err

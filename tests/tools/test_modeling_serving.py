@@ -8,10 +8,13 @@ import torch
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from tests.distributed import run_ranks
+from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM
 from tests.tools.modeling_cases import GREEDY, GROUPS, SHAPE, make_model, random_tokens
 
 LATENT = {"attention": "latent", "kv_lora_rank": 5, "qk_rope_head_dim": 4}
 TWO_SIZES = {"layer_windows": [5, 2]}
+TIED = {"tie_word_embeddings": True}
 STOCK = {key: value for key, value in SHAPE.items() if key not in ("num_shared_heads", "num_active_routed_heads")}
 
 
@@ -97,3 +100,23 @@ def test_packed_texts_do_not_see_each_other(changes):
     packed = model(torch.cat(texts, 1), position_ids=places, use_cache=False).logits
     expected = torch.cat([model(text, use_cache=False).logits for text in texts], 1)
     torch.testing.assert_close(packed, expected, rtol=0, atol=3e-6 * expected.abs().max().item())
+
+
+@torch.no_grad()
+def split(directory, tokens):
+    """Of this rank: the logits of a model that is split over the ranks, and the text that it generates."""
+    model = MoHLlamaForCausalLM.from_pretrained(directory, tp_plan="auto")
+    return model(tokens).logits, model.generate(tokens, **GREEDY)
+
+
+@pytest.mark.parametrize("changes", [{}, TIED, TIED | {"vocab_size": 20, "num_key_value_heads": 2}])
+@torch.no_grad()
+def test_a_model_split_over_two_ranks_gives_its_logits(changes, tmp_path):
+    """Also where the output head is the embedding."""
+    pytest.importorskip("transformers", "5.23")
+    model, tokens = make_model(**changes), random_tokens(1, 6)
+    model.save_pretrained(tmp_path)
+    expected = model(tokens).logits
+    for logits, text in run_ranks(split, 2, tmp_path, tokens):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=3e-6 * expected.abs().max().item())
+        assert text.equal(model.generate(tokens, **GREEDY))
