@@ -42,6 +42,7 @@ QUICK = (
     "model/test_routing_forms.py",
     "model/test_rotary.py",
     "kernels/test_kernels.py",
+    "kernels/test_heads_in_groups.py",
     "kernels/test_compaction.py::test_slots_are_the_selected_tokens_from_the_last_back",
     "kernels/test_masks.py::test_what_a_window_shows_is_counted_by_hand",
     "kernels/test_masks.py::test_bounds_of_documents_are_counted_by_hand",

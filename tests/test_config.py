@@ -73,6 +73,7 @@ def test_a_budget_is_spread_so_that_ranks_can_share_sequences(more, tensor, cont
         ("--num-layers 7 --num-attention-heads 16 --head-dim 4", 1, 1),
         ("--num-layers 9 --num-attention-heads 32 --num-key-value-heads 8 --head-dim 4", 1, 4),
         ("--num-layers 4 --num-attention-heads 32 --num-key-value-heads 8 --routing-unit key_value_group", 4, 4),
+        ("--num-layers 4 --num-attention-heads 32 --num-key-value-heads 8 --routing-unit head_in_group", 8, 1),
         ("--num-layers 5 --num-attention-heads 16 --head-dim 4 --head-selection static", None, 1),
     ],
 )

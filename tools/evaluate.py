@@ -10,7 +10,7 @@ its own. FILE (JSON) holds the table, all metrics of the harness, and the versio
 compares with the paper.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
-has to be mended.
+has to be fixed.
 """
 
 import contextlib

@@ -9,7 +9,7 @@
 
 RUN gets checkpoints/step-0 (tools/hf/convert/import_step.py). docs/continue.md goes through the whole way.
 
-Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
+Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be fixed, or a file could
 not be written, and nothing is there under the final name.
 """
 

@@ -160,6 +160,8 @@ def backend_problems(config):
         return []
     given = f"--attention-backend {backend}"
     found = []
+    if backend == "groups" and not config.model.chooses_in_groups:
+        found.append(f"{given}: needs as many heads of every group; add --routing-unit head_in_group, or choose auto")
     if config.run.compile and backend == "cpu_sparse":
         found.append(f"--compile: does not support {given}, whose shapes vary; choose auto")
     if "cope" in config.model.position:

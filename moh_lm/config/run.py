@@ -125,6 +125,9 @@ class RunBase:
         None, "price of one device-hour, for the cost estimates of --dry-run and tools/plan.py"
     )
     wandb: str = option("", "Weights & Biases project that receives the log as well")
+    head_curves: bool = option(
+        False, "draw the load of every single routed head in TensorBoard and Weights & Biases, besides the maps"
+    )
     run_report: bool = option(True, "write report.html, the run report, whenever the run stops or completes")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass to save memory")
     compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")

@@ -57,8 +57,9 @@ class RunConfig(RunBase):
     attention_backend: str = option(
         "auto",
         "dense: compute all heads and scale them by their gates; triton, cpu_sparse: compute selected heads only; "
-        "auto: whichever was measured to be faster",
-        choices=("auto", "dense", "triton", "cpu_sparse"),
+        "groups: the same by ordinary attention, for --routing-unit head_in_group; auto: groups with that unit, else "
+        "whichever was measured to be faster",
+        choices=("auto", "dense", "groups", "triton", "cpu_sparse"),
     )
 
     fused_loss: bool = option(False, "compute loss and logit gradients with Triton kernels; they need a GPU")

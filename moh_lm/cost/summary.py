@@ -137,6 +137,8 @@ def routing_facts(model):
     yield heads.routing
     if heads.routing_unit == "key_value_group":
         yield f"whole key/value groups of {model.heads_per_expert}"
+    if model.chooses_in_groups:
+        yield f"inside key/value groups of {model.queries_per_key}"
     if heads.routed_keys == "selected":
         yield "own keys and values"
     if heads.routing_dtype != "fp32":
@@ -155,6 +157,9 @@ def describe_attention(config, named=None):
     run, model = config.run, config.model
     always_dense = model.heads.head_selection == "all" and not any(model.window)
     if always_dense or run.attention_backend != "auto":
+        return
+    if model.chooses_in_groups:
+        yield "attention  auto: ordinary attention of the heads that tokens choose in each key/value group"
         return
     if named:
         yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense in every layer without;"

@@ -1,8 +1,8 @@
-"""Alarms: one line when something begins to go wrong, and one when it is over; nothing in between.
+"""Alarms: an event when something begins to go wrong, and one when it is over; nothing in between.
 
 docs/monitoring.md says when each of them fires. A running median is over the last ``WINDOW`` intervals at which the
 alarm did not hold, and counts from ``ENOUGH`` of them on. What has fired is part of a checkpoint: a resumed run does
-not fire again.
+not fire again. A person reads the lines of ``Announcer``, which are fewer than the events.
 
 The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
 of every prefix within less than one of its share.
@@ -12,8 +12,10 @@ import math
 import statistics
 
 from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
+from moh_lm.units import listing
 
 WINDOW, ENOUGH = 50, 5
+AGAIN = 10  # intervals after a line about a kind of alarm in which there is no other
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
 DRIFT = "gate drift"
 
@@ -35,7 +37,7 @@ class Alarms:
         self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
 
     def check(self, accumulator, figures, ranks=()):
-        """[(text, facts for the event log)] of the alarms that begin, and of those that end, with an interval.
+        """[facts for the event log] of the alarms that begin, and of those that end, with an interval.
 
         accumulator: ``MetricsAccumulator`` of the interval. figures: of its heads, or None. ranks:
         ``waits_and_memory``.
@@ -59,8 +61,8 @@ class Alarms:
         ended = [c for c, quiet in self.firing.items() if quiet >= self.patience(c)]
         self.firing = {c: quiet for c, quiet in self.firing.items() if c not in ended} | dict.fromkeys(begun, 0)
         return [
-            *grouped("ALARM", "alarm", begun, held, self.unit),
-            *grouped("alarm over:", "alarm over", sorted(ended, key=str), {}, self.unit),
+            *grouped("alarm", begun, held, self.unit),
+            *grouped("alarm over", sorted(ended, key=str), {}, self.unit),
         ]
 
     def patience(self, condition):
@@ -72,11 +74,11 @@ class Alarms:
             fair = fair_load(layer, loads)
             if fair > ALWAYS:
                 continue  # every head is selected by every token, or nearly so
-            for index, load in enumerate(loads):
+            for number, load in zip(layer.routed_numbers, loads, strict=True):
                 dead = low and load == 0  # also where all heads of a layer are, with --routing relu
                 if dead or load < low * fair or load > high_load(fair, high):
-                    text = f"{layer.unit} {layer.num_shared + index} by {load:.1%} of the tokens, fair is {fair:.1%}"
-                    yield (COLLAPSE, layer.index, layer.num_shared + index), text
+                    text = f"{layer.unit} {number} by {load:.1%} of the tokens, fair is {fair:.1%}"
+                    yield (COLLAPSE, layer.index, number), text
 
     def unbalanced(self, figures):
         for layer, loss in zip(self.layers, figures["balance_loss"], strict=True):
@@ -163,8 +165,8 @@ class Alarms:
         self.history = {key: values for key, values in self.history.items() if key[0] not in kinds}
 
 
-def grouped(word, event, conditions, details, unit):
-    """One (text, facts) for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.
+def grouped(event, conditions, details, unit):
+    """One ``facts`` for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.
 
     unit: what an expert is called.
     """
@@ -174,13 +176,52 @@ def grouped(word, event, conditions, details, unit):
     found = []
     for (kind, place), members in groups.items():
         heads = sorted(head for _, _, head in members if head is not None)
-        where = {THROUGHPUT: "", SOURCE: f" {place}"}.get(kind, f" in layer {place}")
         said = [details[condition] for condition in members if details.get(condition)]
         if heads and not said:
             said = [f"{unit} {head}" for head in heads]
-        more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
-        text = f"{word} {kind}{where}" + (f": {'; '.join(said[:8])}{more}" if said else "")
         facts = {"event": event, "alarm": kind, "details": said}
         facts |= {"source": place} if kind == SOURCE else {"layer": place} if place is not None else {}
-        found.append((text, facts | ({f"{unit}s": heads} if heads else {})))
+        found.append(facts | ({f"{unit}s": heads} if heads else {}))
     return found
+
+
+class Announcer:
+    """Lines about alarms for a person: one for all of a kind that begin together, and one for those that end together.
+
+    After its lines a kind is silent for ``AGAIN`` intervals; the next ones are about all that happened meanwhile.
+    """
+
+    def __init__(self):
+        self.waiting = {}  # {kind: [facts]}
+        self.silent = {}  # {kind: intervals left}
+
+    def lines(self, found):
+        """The lines of an interval. found: of ``Alarms.check``."""
+        for facts in found:
+            self.waiting.setdefault(facts["alarm"], []).append(facts)
+        self.silent = {kind: left - 1 for kind, left in self.silent.items() if left > 1}
+        due = [kind for kind in self.waiting if kind not in self.silent]
+        self.silent |= dict.fromkeys(due, AGAIN)
+        return [line for kind in due for line in announced(kind, self.waiting.pop(kind))]
+
+
+def announced(kind, waiting):
+    """Lines for the ``waiting`` facts: one for alarms that begin, one for those that end, the latest event last."""
+    latest_first = list(dict.fromkeys(facts["event"] for facts in reversed(waiting)))
+    for event in reversed(latest_first):
+        same = [facts for facts in waiting if facts["event"] == event]
+        word = "note" if (kind, event) == (THROUGHPUT, "alarm") else event  # a busy machine spoils no result
+        places = list(dict.fromkeys(facts.get("source", facts.get("layer")) for facts in same))
+        said = same[-1]["details"]
+        if len(places) > 1 and said:
+            said = [f"for example {said[0]} ({'source' if kind == SOURCE else 'layer'} {places[-1]})"]
+        more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
+        yield f"{word}: {kind}{where(kind, places)}" + (f": {'; '.join(said[:8])}{more}" if said else "")
+
+
+def where(kind, places):
+    """Such as " in layer 3"; a source is named alone."""
+    if places == [None]:
+        return ""
+    layers = "" if kind == SOURCE else " in layer" + "s" * (len(places) > 1)
+    return f"{layers} {listing(places)}"

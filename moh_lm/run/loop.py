@@ -13,11 +13,12 @@ import torch.distributed as dist
 from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.summary import describe_switch
 from moh_lm.monitor.accumulator import MetricsAccumulator, waits_and_memory
-from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms
+from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms, Announcer
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
+from moh_lm.monitor.surroundings import surroundings
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.nodes import check_nodes
@@ -75,6 +76,7 @@ class Run:
         watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
+        self.announcer = Announcer()
         self.event_log = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
         self.state = RunState(config, dataset, self.engine, self.accumulator, self.alarms)
         resume(task, self.state, self.event_log, watchdog.progress)
@@ -99,6 +101,8 @@ class Run:
             progress=self.watchdog.progress,
         )
         first = dist.get_rank() == 0
+        if first:
+            self.event_log.add("started", step, **surroundings(self.device))
         self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         self.evaluation = self.task.make_evaluation(
             self.config, self.engine, self.loader, self.log, self.watchdog.progress
@@ -125,6 +129,8 @@ class Run:
         elif not writing:
             self.saver.finish()
         self.accumulator.seconds["save"] += time.perf_counter() - started
+        if self.log:
+            self.log.progress(step)
 
     def train(self):
         """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
@@ -172,10 +178,11 @@ class Run:
                 self.task.flops,
             )  # fmt: skip
             self.log.training(record, figures)
-            for text, facts in self.alarms.check(accumulator, figures, ranks):
-                text = f"step {step}: {text}"
-                self.event_log.add(facts.pop("event"), step, text, **facts)
-                self.log.writers.alarm(text, step)
+            found = self.alarms.check(accumulator, figures, ranks)
+            for facts in found:
+                self.event_log.add(step=step, **facts)
+            for line in self.announcer.lines(found):
+                self.log.alarm(step, line)
         accumulator.clear()
 
     def evaluate(self):
@@ -193,7 +200,7 @@ class Run:
         else:
             reason = f" ({self.stop.reason})" if self.stop.reason else ""
             stopped = f"stopped after step {step} of {run.train_iters}, as asked{reason}"
-            self.event_log.add("stopped", step, f"{stopped}; the same command goes on")
+            self.event_log.add("stopped", step, f"{stopped}; the same command resumes it")
         self.report()
 
     def report(self):

@@ -30,6 +30,9 @@ MODELS = {
     "static, own keys": replace(MODEL, heads=HeadsConfig("static", routed_keys="selected")),
     "static, top-p": replace(MODEL, heads=HeadsConfig("static", routing_top_p=0.6)),
     "static, bias": replace(MODEL, heads=HeadsConfig("static", routing="relu", load_balance_bias_rate=0.001)),
+    "in groups": replace(
+        MODEL, heads=HeadsConfig(num_shared_heads=(4, 0), num_active_routed_heads=(4,), routing_unit="head_in_group")
+    ),
     "plain": replace(MODEL, heads=HeadsConfig()),
     "norms": replace(MODEL, qk_norm=True, post_norm=True),
     "all, norms": replace(MODEL, qk_norm=True, heads=HeadsConfig(head_selection="all")),
