@@ -36,7 +36,7 @@ def names_code(directory):
 
 
 def needs_code(settings):
-    """Whether a tokenizer_config.json names code, or a class that transformers, where it is installed, does not have."""
+    """Whether a tokenizer_config.json names code, or a class that an installed transformers does not have."""
     try:
         import transformers
     except ImportError:
