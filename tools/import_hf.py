@@ -42,7 +42,7 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
+    add("--model", required=True, type=model_path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
         "or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
@@ -64,6 +64,12 @@ def parse_arguments(texts):
     add("--seed", type=at_least(0), default=1234, metavar="N", help="of routers and new rows (default: %(default)s)")
     add("--dry-run", action="store_true", help="print what would be read and written, and exit")
     return parser.parse_args(texts)
+
+
+def model_path(text):
+    """The path in ``text``: absolute if it is written as that of a directory, which then is no name on the hub."""
+    is_directory = text.startswith(".") or text.endswith("/")
+    return Path(text).absolute() if is_directory and not Path(text).exists() else Path(text)
 
 
 def run(arguments):
