@@ -2,6 +2,7 @@
 
     python tools/import_hf.py --model HF_DIR --output RUN
     python tools/import_hf.py --model hf://OWNER/NAME --output RUN
+    python tools/import_hf.py --model MODEL.gguf --output RUN
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
@@ -43,7 +44,7 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
-        "or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
+        "a Llama in a GGUF file; or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):
@@ -68,21 +69,29 @@ def parse_arguments(texts):
 
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    from tools.hf.convert.gguf_source import hugging_face_form
+    from tools.hf.convert.hub import model_directory
+    from tools.hf.convert.import_step import output_problems
+
+    raise_any(output_problems(arguments.output))
+    named = arguments.model.name.strip(".")  # . and .. are none
+    name = str(arguments.model if named else arguments.model.resolve())
+    with hugging_face_form(model_directory(arguments.model), arguments.output) as arguments.model:
+        import_model(arguments, name)
+
+
+def import_model(arguments, name):
+    """Import the directory ``arguments.model``, which messages call ``name``."""
     from tqdm import tqdm
 
     from tools.heads.importance import ranked
-    from tools.hf.convert.hub import model_directory
     from tools.hf.convert.import_config import model_config, own_heads, read_config, refuse_run
     from tools.hf.convert.import_heads import find_sample, sample_problems, wanted_heads
-    from tools.hf.convert.import_step import output_problems, write_step
+    from tools.hf.convert.import_step import write_step
     from tools.hf.convert.import_vocabulary import find_tokenizers, new_rows, spelled, token_ids, tokens_of
     from tools.hf.convert.import_weights import Source, plan
 
-    problems = output_problems(arguments.output)
-    raise_any(problems)
-    named = arguments.model.name.strip(".")  # . and .. are none
-    name = str(arguments.model if named else arguments.model.resolve())
-    arguments.model = model_directory(arguments.model)
+    problems = []
     refuse_run("--model", arguments.model)
     values = read_config(arguments.model)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
