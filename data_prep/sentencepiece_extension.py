@@ -50,7 +50,9 @@ def run(flags) -> int:
         raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; name another file"])
     old = Tokenizer(flags.tokenizer)
     if isinstance(old.model, HuggingFaceModel):
-        raise ConfigError([f"--tokenizer {flags.tokenizer}: of Hugging Face; give a SentencePiece model, or LLaMA-3's"])
+        by_hand = "add tokens to it with transformers (add_tokens, save_pretrained DIR), which then is the --tokenizer"
+        reason = f"is a tokenizer of Hugging Face, which this command does not extend; {by_hand} of every other command"
+        raise ConfigError([f"--tokenizer {flags.tokenizer}: {reason}"])
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
     if old.vocab_size > (most := bpe.MOST_TOKENS):

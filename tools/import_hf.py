@@ -55,9 +55,11 @@ def parse_arguments(texts):
     heads.add_argument(
         "--allow-routing-change", action="store_true", help="a mixture may become --head-selection all or static"
     )
-    add("--select-shared", choices=("first", "importance"), default="first", help="heads that are shared or static")
-    add("--sample-data", type=Path, metavar="DIR", help="of --select-shared importance: shards in the model's tokens")
-    add("--sample-text", type=Path, metavar="FILE", help="or text, for the model's tokenizer.model")
+    add("--select-shared", choices=("first", "importance"),
+        help="heads that are shared or static (default: the most important ones, if the model has a tokenizer to "
+        "measure them with)")  # fmt: skip
+    add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens, to measure importance on")
+    add("--sample-text", type=Path, metavar="FILE", help="or text (default: the documentation of Python)")
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="read of it (default: 16K)")
     add("--extend-vocab", type=at_least(1), metavar="N", help="rows of the vocabulary, old and new")
     add("--tokenizer", type=Path, metavar="MODEL", help="of the data to come (default: the model's, if there is one)")
@@ -114,8 +116,8 @@ def import_model(arguments, name):
     plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
     length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
     orders, measured = {}, None
-    if arguments.select_shared == "importance":
-        tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
+    tokens, origin = find_sample(arguments, config, values, old_vocab_size, min(length, 2048), old)
+    if tokens is not None:
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
     more = partial(new_rows, source, pieces, arguments.seed, num_tokens, range(kept, vocab_size))
@@ -128,10 +130,11 @@ def import_model(arguments, name):
         "vocabulary": describe_vocabulary(kept, vocab_size, len(pieces)),
         "token_ids": token_ids(arguments.model, values),
         "seed": arguments.seed,
-        "shared_heads": arguments.select_shared,
+        "shared_heads": "importance" if measured else "first",
         **({"head_importance": measured} if measured else {}),
     }
-    say_plan(config, source, parts, facts, new or ("tokenizer.json" in tokenizer and "tokenizer.json of the model"))
+    kept_tokenizer = "tokenizer.json of the model" if "tokenizer.json" in tokenizer else None
+    say_plan(config, source, parts, facts, origin, new or kept_tokenizer)
     if arguments.dry_run:
         return
     started = time.perf_counter()
@@ -141,8 +144,25 @@ def import_model(arguments, name):
         step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
     print(f"imported {name} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
     print("to train it (the model's flags are taken from there; any that contradicts it is refused):")
-    flags = f"--checkpoint-dir {shlex.quote(str(arguments.output))} --data-dir DATA --seq-length {length}"
-    print(f"    python -m moh_lm.pretrain {flags} ...")
+    print(f"    {next_command(arguments.output, config, length)}")
+
+
+def next_command(run, model, length):
+    """A command that trains the import, with settings that fit its size. length: of its longest sequence.
+
+    They are those of the paper's MoH-LLaMA3-8B, carried over to other sizes: a rate of 2e-5 at width 4096 that is
+    larger in narrower models, batches of 16M tokens that shrink with the parameters, 12.5 tokens for each of these.
+    """
+    from moh_lm.cost.memory import parameter_counts
+
+    parameters, rate = parameter_counts(model)["total"], 2e-5 * 4096 / model.hidden_size
+    tokens = 2 ** round(math.log2(parameters / 512))
+    length = min(length, 8192, tokens)
+    batch = f"--batch-tokens {max(1, tokens // length) * length} --micro-batch-size 1"
+    rates = f"--learning-rate {rate:.1e} --min-learning-rate {rate / 20:.1e} --warmup-iters 50"
+    where = f"--checkpoint-dir {shlex.quote(str(run))} --data-dir DATA --require-checkpoint"
+    budget = f"--train-tokens {round(12.5 * parameters / 1e6) or 1}M"
+    return f"python -m moh_lm.pretrain {where} \\\n        --seq-length {length} {batch} \\\n        {budget} {rates}"
 
 
 def describe_vocabulary(old, new, num_spelled):
@@ -154,8 +174,8 @@ def describe_vocabulary(old, new, num_spelled):
     )
 
 
-def say_plan(config, source, parts, facts, tokenizer):
-    """Print the model, where its parameters come from, and sizes."""
+def say_plan(config, source, parts, facts, sample, tokenizer):
+    """Print the model, where its parameters come from, and sizes. sample: what heads were ranked on, or why not."""
     from moh_lm.cost.summary import describe_model
 
     print("\n".join(describe_model(config)))
@@ -163,9 +183,12 @@ def say_plan(config, source, parts, facts, tokenizer):
     print(f"vocabulary {facts['vocabulary']}")
     if "head_importance" in facts:
         measured = facts["head_importance"]
-        shares = {name.replace("_", " "): f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
-        shown = ", ".join(f"{name} {share}" for name, share in shares.items())
-        print(f"shared     by importance on {measured['tokens']:,} tokens; their part of it: {shown}")
+        shares = {name: f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
+        print(f"shared     the most important heads on {measured['tokens']:,} tokens of {sample}")
+        print(f"importance {shares['chosen']} is in the shared heads; the first heads would have {shares['first']}")
+        print(f"cut        {measured['share_cut']:.1%} of it for a token, if routed heads are selected equally often")
+    elif config.heads.head_selection != "all":
+        print(f"shared     the first heads: {sample}")
     none = "no tokenizer.model there: give that of the data by --tokenizer, or training takes what its data have"
     print(f"tokenizer  {tokenizer or none}")
     for part in parts:

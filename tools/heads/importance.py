@@ -39,17 +39,30 @@ def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
     return batch.tokens
 
 
-def sample_text(path, tokenizer, seq_length, num_tokens):
-    """Tokens int64 [b, s] of a text file. Raises ConfigError if it is shorter than one sequence, or not UTF-8."""
+def sample_text(path, tokenizer, vocab_size, seq_length, num_tokens):
+    """(tokens int64 [b, s], their source) of a text file, or of the documentation of Python if ``path`` is None.
+
+    Raises ConfigError if the text is shorter than one sequence, is not UTF-8, or has tokens that the model has not.
+    """
+    name = f"--sample-text {path}" if path else "the documentation of Python"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"--sample-text {path}: {error}"]) from error
+        text = path.read_text(encoding="utf-8") if path else "\n\n".join(documentation().values())
+    except (OSError, UnicodeDecodeError, ImportError) as error:
+        raise ConfigError([f"{name}: cannot be read ({error}); give another file by --sample-text"]) from error
     ids = torch.from_numpy(Tokenizer(str(tokenizer)).encode(text)).long()
     count = min(max(1, num_tokens // seq_length), len(ids) // seq_length)
     if count == 0:
-        raise ConfigError([f"--sample-text {path}: {len(ids)} tokens; give at least {seq_length}"])
-    return ids[: count * seq_length].view(count, seq_length)
+        raise ConfigError([f"{name}: {len(ids)} tokens; give at least {seq_length}"])
+    if ids.max() >= vocab_size:
+        raise ConfigError([f"{name}: the tokenizer has more tokens than the model's {vocab_size} rows; give its own"])
+    return ids[: count * seq_length].view(count, seq_length), str(path or name)
+
+
+def documentation():
+    """{topic: text} of the documentation that most installations of Python have. Raises ImportError elsewhere."""
+    from pydoc_data.topics import topics
+
+    return topics
 
 
 @torch.no_grad()
@@ -113,13 +126,14 @@ def ranked(config, source, tokens, progress):
     config: ModelConfig of the import, on the vocabulary of the source.
     """
     importance = measure(replace(config, heads=HeadsConfig("all")), source, tokens, progress)
-    orders, kept, first, best = {}, [], [], []
+    orders, kept, first, best, cut = {}, [], [], [], []
     for layer, values in enumerate(importance):
         orders[layer] = head_order(values, config.num_key_value_heads)
-        count = config.always_on_heads(layer)
+        count, active = config.always_on_heads(layer), config.active_heads(layer)
         kept.append(kept_share(values, orders[layer][:count]))
         first.append(kept_share(values, list(range(count))))
         best.append(kept_share(values, values.sort(descending=True).indices[:count].tolist()))
+        cut.append((1 - kept[-1]) * (len(values) - active) / max(1, len(values) - count))
     shares = {"chosen": kept, "first": first, "best_without_groups": best}
     return orders, {
         "formula": "mean over tokens of |W_O_i H_i|",
@@ -127,4 +141,5 @@ def ranked(config, source, tokens, progress):
         "importance": importance.tolist(),
         "orders": list(orders.values()),
         "share_of_shared_heads": {name: sum(values) / len(values) for name, values in shares.items()},
+        "share_cut": sum(cut) / len(cut),  # if every routed head is selected as often as any other
     }
