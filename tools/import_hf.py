@@ -5,6 +5,7 @@
     python tools/import_hf.py --model MODEL.gguf --output RUN
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
+    python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --calibrate
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
 
@@ -61,6 +62,7 @@ def parse_arguments(texts):
     add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens, to measure importance on")
     add("--sample-text", type=Path, metavar="FILE", help="or text (default: the documentation of Python)")
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="read of it (default: 16K)")
+    add("--calibrate", action="store_true", help="fit output projections, and routers that have weights, to that text")
     add("--extend-vocab", type=at_least(1), metavar="N", help="rows of the vocabulary, old and new")
     add("--tokenizer", type=Path, metavar="MODEL", help="of the data to come (default: the model's, if there is one)")
     add("--old-tokenizer", type=Path, metavar="MODEL", help="of the model, to spell new tokens (default: its own)")
@@ -86,6 +88,7 @@ def import_model(arguments, name):
     """Import the directory ``arguments.model``, which messages call ``name``."""
     from tqdm import tqdm
 
+    from tools.heads.calibration import calibrate
     from tools.heads.importance import ranked
     from tools.hf.convert.import_config import model_config, own_heads, read_config, refuse_run
     from tools.hf.convert.import_heads import find_sample, sample_problems, wanted_heads
@@ -117,12 +120,18 @@ def import_model(arguments, name):
     length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
     orders, measured = {}, None
     tokens, origin = find_sample(arguments, config, values, old_vocab_size, min(length, 2048), old)
+    if tokens is None and arguments.calibrate:
+        raise ConfigError([f"--calibrate: there is no sample to fit to, since the heads keep their order: {origin}"])
     if tokens is not None:
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
     more = partial(new_rows, source, pieces, arguments.seed, num_tokens, range(kept, vocab_size))
     extend = (kept, more) if vocab_size > kept else None
     parts = plan(config, source, old_vocab_size, orders, extend, router_seed, trained)
+    if arguments.calibrate:
+        with tqdm(desc="layers fitted", total=config.num_layers, leave=False, disable=None) as bar:
+            fitted = calibrate(config, source, parts, tokens, bar.update)
+        parts = [part.fitted(fitted[part.name]) if part.name in fitted else part for part in parts]
     facts = {
         "source": name,
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
@@ -131,6 +140,7 @@ def import_model(arguments, name):
         "token_ids": token_ids(arguments.model, values),
         "seed": arguments.seed,
         "shared_heads": "importance" if measured else "first",
+        "calibrated": arguments.calibrate,
         **({"head_importance": measured} if measured else {}),
     }
     kept_tokenizer = "tokenizer.json of the model" if "tokenizer.json" in tokenizer else None

@@ -23,6 +23,7 @@ from moh_lm.config import ConfigError, DataConfig, HeadsConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from moh_lm.model.batch_context import BatchContext
+from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.import_weights import EMBEDDING, POSITIONS
 
 
@@ -71,12 +72,10 @@ def measure(config, source, tokens, progress):
 
     progress: called after each layer.
     """
-    x = F.embedding(tokens.t(), source.whole(EMBEDDING))  # [s, b, d]
-    if "learned" in config.position:
-        x = x + source.rows(POSITIONS, 0, len(x)).unsqueeze(1)
+    x = embedded(config, source, tokens)
     found = []
     for layer in range(config.num_layers):
-        block = read_layer(config, source, layer)
+        block = read_layer(config, layer, source.whole)
         contexts = []
         block.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, kept=contexts: kept.append(inputs[0]))
         x = torch.cat([block(sequence) for sequence in x.split(1, dim=1)], dim=1)
@@ -93,13 +92,19 @@ def written_sizes(context, weight):
     return torch.einsum("sbhe,hef,sbhf->sbh", context, gram, context).clamp_min(0).sqrt()
 
 
-def read_layer(config, source, layer):
-    """The decoder layer with the weights of the source."""
+def embedded(config, source, tokens):
+    """What the first layer reads of tokens int64 [b, s]: fp32 [s, b, d]."""
+    x = F.embedding(tokens.t(), source.whole(EMBEDDING))
+    return x + source.rows(POSITIONS, 0, len(x)).unsqueeze(1) if "learned" in config.position else x
+
+
+def read_layer(config, layer, read):
+    """The decoder layer of a ``ModelConfig``. read: a function that gives the tensor of a parameter's name."""
     with torch.device("meta"):
         block = decoder_layers(config, BatchContext(), Settings())[layer]()
     block.to_empty(device="cpu")
-    for name, parameter in block.named_parameters():
-        parameter.copy_(source.whole(f"model.layers.{layer}.{name}"))
+    for name, tensor in saved_tensors(block):
+        tensor.copy_(read(f"model.layers.{layer}.{name}"))
     return block.eval()
 
 
