@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, raise_any
 
 SUFFIX = ".gguf"
@@ -95,12 +96,17 @@ def write_model(path, directory):
 
 
 def write_tokenizer(path, directory):
-    """Write the tokenizer of the GGUF file ``path``, with its chat template; a line says what transformers cannot."""
+    """Write the tokenizer of the GGUF file ``path`` beside its model; a line says what transformers cannot read.
+
+    Its configuration has the chat template, and names what ends a document where that is not what ends a chat's turn.
+    """
     import transformers
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(directory, save_jinja_files=False)
+        for name, content in Tokenizer(str(directory)).contents().items():
+            (directory / name).write_bytes(content)
     except Exception as error:  # converters of transformers raise anything
         remedy = "give the tokenizer of the data by --tokenizer"
         print(f"no tokenizer can be read from {path} ({type(error).__name__}: {error}); {remedy}", flush=True)
