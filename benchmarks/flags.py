@@ -68,6 +68,7 @@ def step_flags(texts):
     add("--micro-batch-size", type=at_least(1), default=1)
     names = ["dense", "moh-75", "moh-50", "hf"]
     choices = [*names, *(f"{name}-compiled" for name in names)]
+    choices += [f"{name}-fused" for name in choices if not name.startswith("hf")]
     add("--contestants", nargs="+", default=names, choices=choices, metavar="NAME", help="(default: the first four)")
     backends = ("auto", "dense", "triton", "cpu_sparse")
     add("--backend", default="auto", choices=backends, help="attention backend of ours (default: auto)")
@@ -75,6 +76,33 @@ def step_flags(texts):
     add("--threads", type=at_least(1), help="(default: torch's own number)")
     add("--device", type=device, help="(default: a GPU if there is one)")
     add("--peak-tflops", type=above_0, help="of the device in this precision, for the MFU")
+    return parser.parse_args(texts)
+
+
+def ceiling_flags(texts):
+    parser = Parser(description="What a device does at best: copies, products, and operations of the host.")
+    parser.add_argument("--divisor", type=at_least(1), default=1, help="of every size, for a rehearsal on a CPU")
+    device_flags(parser, rounds=7)
+    return parser.parse_args(texts)
+
+
+def loss_flags(texts):
+    parser = Parser(description="Output head and loss side by side: torch, and the kernels of --fused-loss.")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llm-s", "llm-b"])
+    parser.add_argument("--tokens", type=at_least(1), default=16384)
+    parser.add_argument("--vocab-size", type=at_least(2), default=65536)
+    device_flags(parser, rounds=7)
+    return parser.parse_args(texts)
+
+
+def gpu_flags(texts):
+    parser = Parser(description="Everything that can be measured of a GPU in some minutes, the most valuable first.")
+    add = parser.add_argument
+    add("--minutes", type=above_0, default=12.0, help="time limit (default: 12)")
+    add("--output", type=Path, default=Path("gpu.jsonl"), metavar="FILE", help="rows, and what is complete (default: "
+        "%(default)s)")  # fmt: skip
+    add("--peak-tflops", type=above_0, help="of the GPU in bf16 (default: known for common GPUs)")
+    add("--rehearse", action="store_true", help="the same programs with tiny shapes on a CPU")
     return parser.parse_args(texts)
 
 

@@ -5,7 +5,8 @@
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
 AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
-name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``. A step's time is
+name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``; with -fused the
+loss is that of ``--fused-loss``. A step's time is
 the median over the rounds, after one that does not count; a ratio is the median of the ratios within a round, on a CPU
 by the clock and, behind it, by CPU time. GiB on a GPU: the most that a contestant needs during a step, with its own
 weights and moments. MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, for all heads and for
@@ -60,8 +61,11 @@ def main(arguments):
 def check_backend(arguments, device):
     """Raise ConfigError for a --backend that cannot train there."""
     backend, needed = arguments.backend, "cpu" if arguments.backend == "cpu_sparse" else "cuda"
-    compiled = [name for name in arguments.contestants if name.endswith("-compiled") and not name.startswith("hf")]
+    compiled = [name for name in arguments.contestants if "-compiled" in name and not name.startswith("hf")]
+    fused = [name for name in arguments.contestants if name.endswith("-fused")]
     problems = []
+    if fused and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        problems.append(f"--contestants {fused[0]}: its loss needs a CUDA GPU, and --device is {device}; leave it out")
     if backend not in ("auto", "dense") and device.type != needed:
         place = {"cpu": "a CPU", "cuda": "a CUDA GPU"}[needed]
         problems.append(f"--backend {backend}: needs {place}, and --device is {device}; choose auto")
@@ -119,7 +123,8 @@ def make(name, arguments, length, device):
     """(step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
     sizes = {**MODELS[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
     heads = HeadsConfig(head_selection="all")
-    kind = name.removesuffix("-compiled")
+    unfused = name.removesuffix("-fused")
+    kind = unfused.removesuffix("-compiled")
     if kind.startswith("moh-"):
         shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
         heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
@@ -127,17 +132,17 @@ def make(name, arguments, length, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "hf":
         with device:
-            model, loss_of = hugging_face(config, length, kind != name), hugging_face_loss
+            model, loss_of = hugging_face(config, length, kind != unfused), hugging_face_loss
     else:
         share = config.active_heads(0) / config.num_attention_heads
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
-        chosen = choose_backend(arguments.backend, device, dtype, queries, share, compiled=kind != name)
+        chosen = choose_backend(arguments.backend, device, dtype, queries, share, compiled=kind != unfused)
         with device:  # drawn there, billions of weights take no time
-            model, loss_of = build_model(config, backends=chosen), our_loss
+            model, loss_of = build_model(config, backends=chosen, fused_loss=unfused != name), our_loss
         for parameter in model.parameters():
             constant = parameter.init_std is None
             torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)
-        if kind != name:
+        if kind != unfused:
             compile_layers(model)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()

@@ -26,6 +26,7 @@ from moh_lm.model.query_norm import QueryNormAttention
 from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import AllHeads, GatedHeads, HeadRouter, StaticHeads
 from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, init_stds, loss_terms
+from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.head_partition import HeadPartition
 from moh_lm.parallel.ulysses import ContextGroups, UlyssesAttention, UlyssesExchange
@@ -39,7 +40,8 @@ class Settings(NamedTuple):
     group: tensor-parallel group, or None. context: ``ContextGroups``, or None. micro_batches: number of them in a step,
     over which the losses of the routers are averaged. recompute: whether activations are recomputed. backends: the
     attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the run. watched: whether every
-    layer must go through its core attention while it trains, for hooks to see.
+    layer must go through its core attention while it trains, for hooks to see. z_loss, fused_loss: see
+    ``linear_cross_entropy``.
     """
 
     group: object = None
@@ -49,20 +51,26 @@ class Settings(NamedTuple):
     backends: tuple[str, ...] | str = "dense"
     seed: int = 0
     watched: bool = False
+    z_loss: float = 0.0
+    fused_loss: bool = False
 
     def backend(self, layer_index):
         return self.backends if isinstance(self.backends, str) else self.backends[layer_index]
+
+    def loss(self):
+        """``linear_cross_entropy`` of (hidden states, weight, labels, partition of the vocabulary)."""
+        return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, fused=self.fused_loss)
 
     def batch_context(self):
         return BatchContext(makes_masks="dense" in self.backends)
 
 
-def build_model(config, z_loss=0.0, **settings):
+def build_model(config, **settings):
     """The ``CausalLM`` of a ``ModelConfig``; settings: those of ``Settings``. Its weights are not drawn yet."""
     settings = Settings(**settings)
     batch = settings.batch_context()
     layers = decoder_layers(config, batch, settings)
-    return CausalLM(config, batch, layers, settings.group, z_loss, settings.context)
+    return CausalLM(config, batch, layers, settings.loss(), settings.group, settings.context)
 
 
 def decoder_layers(config, batch, settings):

@@ -1,6 +1,6 @@
 """A checkpoint -> a directory that transformers loads, with the logits of the trainer's model.
 
-    python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
+    python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16] [--as qwen3_5]
                               [--license apache-2.0] [--base-model OWNER/NAME] [--push-to-hub OWNER/NAME]
 
 docs/huggingface.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
@@ -39,6 +39,8 @@ def parse_arguments(texts):
     add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
+    add("--as", dest="stock", choices=("qwen3_5",), help="class of transformers to write a gated model for, so that it "
+        "needs no remote code")  # fmt: skip
     add("--license", metavar="ID", type=hub_word, help="for the model card, such as apache-2.0")
     add("--base-model", metavar="OWNER/NAME", type=hub_word, help="for the model card: what was continued, on the hub")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="of a file (default: %(default)s)")
@@ -71,6 +73,7 @@ def run(arguments):
     from tools.hf.convert.export_check import check_export
     from tools.hf.convert.export_directory import output_problems, publish, workplace, write_list
     from tools.hf.convert.hub import UploadError, check_login, push
+    from tools.hf.convert.stock_classes import CLASSES
     from tools.hf.convert.write_export import is_ours, tokenizer_of_data, write_export
 
     output = arguments.output.resolve()
@@ -78,6 +81,8 @@ def run(arguments):
     try:
         step = find_step(arguments.checkpoint)
         config = step_config(step)
+        stock = arguments.stock and CLASSES[arguments.stock](config.model)
+        problems += stock.problems() if stock else []
     except ConfigError as error:
         problems += error.problems
     raise_any(problems)
@@ -85,9 +90,9 @@ def run(arguments):
         check_login(arguments.push_to_hub)
     with workplace(writable_directory(output.parent)) as temporary:
         print(f"writing {step} as {arguments.dtype}", flush=True)
-        parameters = write_export(step, config, getattr(torch, arguments.dtype), arguments, temporary)
+        parameters = write_export(step, config, getattr(torch, arguments.dtype), arguments, temporary, stock)
         print("checking the logits", flush=True)
-        checked = check_export(step, config, temporary, tokenizer_of_data(step))
+        checked = check_export(step, config, temporary, tokenizer_of_data(step), stock)
         write_list(temporary)
         size = sum(path.stat().st_size for path in temporary.iterdir())
         raise_any(output_problems(output, arguments.overwrite))  # somebody may have put something there meanwhile
@@ -96,7 +101,7 @@ def run(arguments):
     print("\n".join(checked))
     if not (output / "tokenizer.json").is_file():
         print("no tokenizer: the checkpoint has none, and token ids are not known; add the files of the model's own")
-    remote = ", trust_remote_code=True" if is_ours(config.model) else ""
+    remote = ", trust_remote_code=True" if is_ours(config.model) and not stock else ""
     print("to load it:\n    from transformers import AutoModelForCausalLM")
     print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
     try:

@@ -146,6 +146,13 @@ def base_problems(run):
     return found
 
 
+def kernel_problems(config):
+    """Kernels asked for that no program here could compile."""
+    if config.run.fused_loss and importlib.util.find_spec("triton") is None:
+        return ["--fused-loss: the package triton is not installed; install it, or leave the flag out"]
+    return []
+
+
 def backend_problems(config):
     """Attention backends asked for by name that could not compute this model here."""
     backend, head_dim = config.run.attention_backend, config.model.query_dim

@@ -61,6 +61,8 @@ class RunConfig(RunBase):
         choices=("auto", "dense", "triton", "cpu_sparse"),
     )
 
+    fused_loss: bool = option(False, "compute loss and logit gradients with Triton kernels; they need a GPU")
+
     @property
     def global_batch_size(self):
         """Sequences per iteration over all ranks."""

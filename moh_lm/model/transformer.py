@@ -13,7 +13,6 @@ from torch import nn
 
 from moh_lm.model.block import RoutedBlock, modules_of
 from moh_lm.model.positions import LearnedPositions
-from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -140,19 +139,19 @@ class WholeModel(nn.Module):
 class CausalLM(WholeModel):
     """The whole model on one pipeline stage; moh_lm/build.py makes it.
 
-    group: tensor-parallel group. batch: ``BatchContext``. layers: see ``Decoder``. z_loss: see
-    ``linear_cross_entropy``. context: ``ContextGroups``, whose ranks have s/cp tokens of a sequence of s, or None.
+    group: tensor-parallel group. batch: ``BatchContext``. layers: see ``Decoder``. loss: see
+    ``Settings.loss``. context: ``ContextGroups``, whose ranks have s/cp tokens of a sequence of s, or None.
     Parameters are left empty; ``initialize`` draws them.
     """
 
-    def __init__(self, config, batch, layers, group=None, z_loss=0.0, context=None):
+    def __init__(self, config, batch, layers, loss, group=None, context=None):
         super().__init__()
         self.config, self.group, self.batch = config, group, batch
         self.vocab_partition = even_partition(0, config.vocab_size, group)
         self.model = Decoder(config, batch, layers, group, context)
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
-        self.tied, self.z_loss = config.tie_embeddings, z_loss
+        self.tied, self.loss = config.tie_embeddings, loss
 
     def forward(self, tokens, labels=None):
         """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included.
@@ -162,7 +161,7 @@ class CausalLM(WholeModel):
         x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
         if labels is None:
             return self.logits(x)
-        return linear_cross_entropy(x, self.head_weight(), labels.t(), self.vocab_partition, self.group, self.z_loss)
+        return self.loss(x, self.head_weight(), labels.t(), self.vocab_partition)
 
     def logits(self, x):
         """[..., d], normalised -> [..., vocab/tp]."""

@@ -22,45 +22,47 @@ MOST_LIKELY = -101  # without gradients: of one that gives the id of its most li
 CHUNK_BYTES = 2**30  # of the fp32 logits of a chunk: 4,096 tokens of 65,536
 
 
-def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0):
+def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0, fused=False):
     """Mean loss over all positions, with gradients, and the loss of each position, without.
 
     x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], of
     the whole vocabulary, IGNORED, which gives 0 and counts in the mean, or MOST_LIKELY. z_loss: zeta, for the mean
-    only. Returns fp32 (or wider) tensors [] and [...], equal on every rank. The gradient of x is this rank's part of a
-    sum over the ranks.
+    only. fused: whether the kernels of moh_lm/parallel/triton_cross_entropy.py compute losses and gradients of logits.
+    Returns fp32 (or wider) tensors [] and [...], equal on every rank. The gradient of x is this rank's part of a sum
+    over the ranks.
     """
-    rows, targets = x.flatten(0, -2), labels.flatten()
-    mean, losses = LinearCrossEntropy.apply(rows, weight, targets, partition, group, z_loss, torch.is_grad_enabled())
+    rows, targets, differentiate = x.flatten(0, -2), labels.flatten(), torch_differentiate
+    if fused:
+        from moh_lm.parallel.triton_cross_entropy import triton_differentiate as differentiate
+    settings = (partition, group, z_loss, differentiate, torch.is_grad_enabled())
+    mean, losses = LinearCrossEntropy.apply(rows, weight, targets, *settings)
     return mean, losses.view(labels.shape)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, partition, group, z_loss, with_gradients):
+    def forward(ctx, x, weight, labels, partition, group, z_loss, differentiate, with_gradients):
         wide = torch.promote_types(x.dtype, torch.float32)
         losses, squares = torch.zeros(2, len(x), dtype=wide, device=x.device)
         x_gradient, weight_gradient = torch.empty_like(x) if with_gradients else None, None
         chunk = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            z = (x[rows] @ weight.t()).to(wide)  # [tokens, vocab/tp]
+            z = x[rows] @ weight.t()  # [tokens, vocab/tp]
             if partition.padding:
                 z[:, -partition.padding :] = -torch.inf
             wanted = labels[rows] == MOST_LIKELY
             ids = most_likely(z, partition, group) if not with_gradients and wanted.any() else 0
-            losses[rows], logsumexp = softmax_and_losses(z, labels[rows], partition, group)
+            count = len(x) if with_gradients else None
+            losses[rows], logsumexp = differentiate(z, labels[rows], partition, group, z_loss, count)
             losses[rows] = torch.where(wanted, ids, losses[rows])
             if z_loss:
                 squares[rows] = logsumexp.square().masked_fill(labels[rows] == IGNORED, 0)
-                z *= (1 + 2 * z_loss * logsumexp).unsqueeze(-1)
             if with_gradients:
-                subtract_labels(z, labels[rows], partition)
-                gradient = z.div_(len(x)).to(x.dtype)
-                torch.mm(gradient, weight, out=x_gradient[rows])
-                product = gradient.t() @ x[rows]
+                torch.mm(z, weight, out=x_gradient[rows])
+                product = z.t() @ x[rows]
                 weight_gradient = product if weight_gradient is None else weight_gradient.to(wide).add_(product)
-            z = gradient = product = None  # before the next chunk has its own
+            z = product = None  # before the next chunk has its own
         ctx.gradients = x_gradient, weight_gradient
         ctx.mark_non_differentiable(losses)
         return losses.mean() + z_loss * squares.mean(), losses
@@ -71,7 +73,23 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.gradients = None  # they are large, and changed in place
         x_gradient *= gradient
         weight_gradient *= gradient
-        return x_gradient, weight_gradient.to(x_gradient.dtype), None, None, None, None, None
+        return x_gradient, weight_gradient.to(x_gradient.dtype), *[None] * 6
+
+
+def torch_differentiate(logits, labels, partition, group, z_loss, count):
+    """Losses and logsumexp of tokens, fp32 or wider [tokens]; the logits become the gradient of their mean loss.
+
+    logits: [tokens, vocab/tp], -inf in padding, in the dtype of the weights. labels: int64 [tokens]. count: tokens of
+    the mean, which includes the z-loss; None: no gradient is asked for, and the logits may become anything.
+    """
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses, logsumexp = softmax_and_losses(z, labels, partition, group)
+    if count is not None:
+        if z_loss:
+            z *= (1 + 2 * z_loss * logsumexp).unsqueeze(-1)
+        subtract_labels(z, labels, partition)
+        logits.copy_(z.div_(count))
+    return losses, logsumexp
 
 
 def softmax_and_losses(z, labels, partition, group):

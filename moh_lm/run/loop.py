@@ -70,6 +70,8 @@ class Run:
         self.engine = task.make_engine(config, self.groups, device, len(dataset.source_names))
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
         watchdog.progress()
+        for sentence in self.engine.compare_kernels():
+            log_rank0(sentence)
         watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)

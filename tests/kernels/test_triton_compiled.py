@@ -18,6 +18,8 @@ from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_k
 from moh_lm.kernels.triton_compaction import TOKENS, compact_kernel  # noqa: E402
 from moh_lm.kernels.triton_forward import forward_kernel  # noqa: E402
 from moh_lm.kernels.triton_gates import ROWS, gate_kernel  # noqa: E402
+from moh_lm.parallel.cross_entropy import IGNORED  # noqa: E402
+from moh_lm.parallel.triton_cross_entropy import COLUMNS, OPTIONS, gradient_kernel, stats_kernel  # noqa: E402
 
 KERNELS = {"forward": forward_kernel, "query": backward_query_kernel, "key": backward_key_kernel}
 POINTERS = {
@@ -113,6 +115,17 @@ def test_a_kernel_uses_tensor_cores_and_spills_no_registers(
     print(f"{title}: {registers} registers, {stack} bytes spilled, {shared} KiB shared, {products} products")
     assert products > 2 * waits if arch == 90 else " HMMA." in code  # ptxas may decide to wait for every product
     assert stack <= SPILLED.get((name, arch, head_dim, group), 0)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("arch", [100, 90, 80])
+@pytest.mark.parametrize("kernel, access", [(stats_kernel, "ld.global.v4.b32"), (gradient_kernel, "st.global.v4.b32")])
+def test_the_loss_moves_sixteen_bytes_and_spills_no_registers(kernel, access, arch, tmp_path):
+    constants = {"COLUMNS": COLUMNS, "WIDE": triton.language.float32, "IGNORED": IGNORED, "padding": 0}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    pointers = {"z": "*bf16", "labels": "*i64", "stats": "*fp32", "logsumexp": "*fp32", "scale": "fp32", "zeta": "fp32"}
+    compiled = compile_for(kernel, arch, pointers, constants, ["stride", "width"], OPTIONS)
+    assert list(usage(compiled, tmp_path))[1] == 0 and access in compiled.asm["ptx"]
 
 
 @needs_cuobjdump

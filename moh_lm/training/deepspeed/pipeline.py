@@ -14,7 +14,6 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from moh_lm.build import decoder_layers
 from moh_lm.model.positions import LearnedPositions
 from moh_lm.model.transformer import INIT_STD, FinalNorm, initialize
-from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, even_partition
 from moh_lm.parallel.mappings import gather_sequence
 
@@ -64,7 +63,7 @@ class PipelineCausalLM(pipe.PipelineModule):
     ``loss_fn(mean, labels)`` gets the mean; ``losses`` [s, b] are those of the last micro-batch.
     """
 
-    def __init__(self, config, settings, bounds, groups_shape, z_loss, loss_fn):
+    def __init__(self, config, settings, bounds, groups_shape, loss_fn):
         """settings: ``Settings``. bounds: first layer of every stage, and the end. groups_shape: [pipeline, data,
         tensor]."""
         pipeline, data, tensor = groups_shape
@@ -77,7 +76,7 @@ class PipelineCausalLM(pipe.PipelineModule):
                 loss_fn=loss_fn,
             )
         self.batch = batch
-        self.tied, self.z_loss = config.tie_embeddings, z_loss
+        self.tied, self.loss = config.tie_embeddings, settings.loss()
         self.group = settings.group
         self.vocab_partition = even_partition(0, config.vocab_size, settings.group)
         self.labels = deque()
@@ -97,7 +96,7 @@ class PipelineCausalLM(pipe.PipelineModule):
             return x
         weight = (self.tied_modules["embed"] if self.tied else self.forward_funcs[-1]).weight
         labels = self.labels.popleft().to(x.device, non_blocking=True).t()  # [s, b]
-        mean, self.losses = linear_cross_entropy(x, weight, labels, self.vocab_partition, self.group, self.z_loss)
+        mean, self.losses = self.loss(x, weight, labels, self.vocab_partition)
         return mean
 
     def _partition_layers(self, method):

@@ -52,10 +52,10 @@ TEXTS = (  # without runs of a character, which a unigram model may split in two
 )
 
 
-def check_export(step, config, directory, tokenizer):
+def check_export(step, config, directory, tokenizer, stock=None):
     """Compare the logits of the export in ``directory`` with those of the checkpoint ``step``.
 
-    tokenizer: path of the one whose ids the export's must give, or None.
+    tokenizer: path of the one whose ids the export's must give, or None. stock: see stock_classes.py, or None.
     Returns lines that say how they differ. Raises ExportError if they differ by more than ``TOLERANCE``.
     """
     generator = torch.Generator().manual_seed(0)
@@ -63,11 +63,21 @@ def check_export(step, config, directory, tokenizer):
     values = read_json(directory / "config.json")
     dtype = getattr(torch, values["torch_dtype"])
     checkpoint, files = FragmentReader(step), weight_files(directory)
+
     def exact(name):
         return checkpoint.read("master", name).to(stored_dtype(name, dtype))
 
+    def read(name):
+        return files[name].get_tensor(name)
+
+    def written(name):
+        return stock.original(name, lambda name: read(name).float()) if stock else read(name)
+
+    if stock and dtype != torch.float32:
+        exact = written  # what was rounded in another form is another number
+    described = config.model if stock else model_config(values)
     expected = trainer_logits(in_fp32(config.model), exact, tokens)
-    logits = trainer_logits(in_fp32(model_config(values)), lambda name: files[name].get_tensor(name), tokens)
+    logits = trainer_logits(in_fp32(described), written, tokens)
     lines = [compare("the trainer's model", expected, logits)]
     if transformers is None:
         remedy = "pip install transformers, and repeat with --overwrite"

@@ -22,11 +22,14 @@ from tools.hf.convert.keys import model_type
 ALL = "all sources"  # the last row of losses; no source has a space in its name
 
 
-def model_card(step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None):
+def model_card(
+    step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None, stock=None
+):  # fmt: skip
     """Content of README.md.
 
     step: a step directory. state: its state.json. parameters: their number. own_tokenizer: whether the tokenizer files
-    are made from the tokenizer of its data. license, base_model: as the hub wants them in the head of the card.
+    are made from the tokenizer of its data. license, base_model: as the hub wants them in the head of the card. stock:
+    see stock_classes.py, or None.
     """
     shown = {
         "Model": model_facts(config.model, dtype, parameters, config.run.seq_length),
@@ -39,6 +42,8 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
     if selection == "mixture" and not config.model.routed_layers():
         selection = "gated"
     title, sentence = KINDS[kind if kind in KINDS else selection]
+    if stock:
+        sentence = STOCK.format(architecture=stock.architecture)
     head = {"license": license, "base_model": base_model}
     limits = [TOKENIZER] if own_tokenizer else []
     limits += [ROUTING] if selection == "mixture" else []
@@ -47,7 +52,7 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
         tag="" if selection == "all" else "tags:\n- mixture-of-head-attention\n",
         title=title,
         sentence=sentence,
-        remote=", trust_remote_code=True" if kind == "moh_llama" else "",
+        remote=", trust_remote_code=True" if kind == "moh_llama" and not stock else "",
         tables="\n".join(f"## {title}\n\n{text}\n" for title, text in shown.items() if text),
         limits="\n## Limits\n\n" + "\n\n".join(limits) + "\n" if limits else "",
     )
@@ -183,6 +188,7 @@ def load_facts(model, state):
     return f"Share of the tokens of the last step that used a routed {unit}.\n\n{table(rows, header)}"
 
 
+STOCK = "Every token uses all attention heads, each with a gate, as `{architecture}` of transformers computes them."
 KINDS = {  # model_type, or head selection -> title, what the model is
     "mixture": (
         "A language model with Mixture-of-Head attention",

@@ -27,23 +27,24 @@ AUTO_MAP = {
 }
 
 
-def write_export(step, config, dtype, arguments, directory):
-    """Write every file of the export; returns the number of parameters."""
+def write_export(step, config, dtype, arguments, directory, stock=None):
+    """Write every file of the export; returns the number of parameters. stock: see stock_classes.py, or None."""
     state, tokenizer = read_json(step / "state.json"), tokenizer_of_data(step)
     if tokenizer:
         special = export_tokenizer(tokenizer, directory, config.run.seq_length)
     else:
         special = copy_tokenizer(step, state, directory)
-    write_json(directory / "config.json", hugging_face_config(config, dtype, special))
+    write_json(directory / "config.json", hugging_face_config(config, dtype, special, stock))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time
         eos = ids["eos_token_id"]
         ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    if is_ours(config.model):
+    if is_ours(config.model) and not stock:
         write_code(LANGUAGE, directory)
-    parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
-    card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
+    parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory, stock)
+    of_hub = arguments.license, arguments.base_model
+    card = model_card(step, config, state, dtype, parameters, bool(tokenizer), *of_hub, stock)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
 
@@ -86,14 +87,15 @@ def export_tokenizer(model, directory, max_length):
     return special_ids(proto)
 
 
-def hugging_face_config(config, dtype, special):
-    """Content of config.json. special: ids of the special tokens, see ``special_ids``."""
+def hugging_face_config(config, dtype, special, stock=None):
+    """Content of config.json. special: ids of the special tokens, see ``special_ids``. stock: see ``write_export``."""
     kind = model_type(config.model)
+    described = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
+    described |= ({"auto_map": AUTO_MAP} if is_ours(config.model) else {}) | written(config.model)
+    if stock:
+        described = {"architectures": [stock.architecture], "model_type": stock.model_type, **stock.config()}
     return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        **({"auto_map": AUTO_MAP} if is_ours(config.model) else {}),
-        **written(config.model),
+        **described,
         "max_position_embeddings": config.run.seq_length,
         "initializer_range": INIT_STD,
         "use_cache": True,
@@ -103,10 +105,11 @@ def hugging_face_config(config, dtype, special):
     }
 
 
-def write_weights(step, model_config, dtype, max_shard_size, directory):
+def write_weights(step, model_config, dtype, max_shard_size, directory, stock=None):
     """Write the parameters of ``step`` as safetensors, and an index if there are several; returns their number."""
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in saved_tensors(build_model(model_config))}
+        tensors = saved_tensors(build_model(model_config))
+        shapes = {name: tensor.shape for name, tensor in (stock.converted(tensors) if stock else tensors)}
     sizes = {name: shape.numel() * stored_dtype(name, dtype).itemsize for name, shape in shapes.items()}
     shards = plan_shards(sizes, max_shard_size)
     files = ["model.safetensors"]
@@ -117,7 +120,7 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
             directory / "model.safetensors.index.json",
             {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(index.items()))},
         )
-    parameters = full_parameters(step)
+    parameters = stock.converted(full_parameters(step)) if stock else full_parameters(step)
     for names, file in zip(shards, files, strict=True):
         try:
             found = islice(parameters, len(names))

@@ -1,0 +1,66 @@
+"""The output head and its loss, forward and backward, by torch and by the kernels of --fused-loss, timed in turns.
+
+    python benchmarks/loss.py [--shapes llm-s llm-b] [--tokens 16384] [--vocab-size 65536] [--rounds 7]
+
+Losses and gradients of both are compared before anything is timed. Times are those of benchmarks/attention.py.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from benchmarks.flags import checked, loss_flags
+
+    options = checked(loss_flags, sys.argv[1:])  # before the imports that take seconds
+
+from functools import partial
+from statistics import median
+
+import torch
+
+from benchmarks.attention import describe
+from benchmarks.flags import SHAPES
+from benchmarks.timing import in_turns, ratio, set_up, stopwatch
+from moh_lm.parallel.cross_entropy import linear_cross_entropy
+from moh_lm.parallel.layers import even_partition
+
+
+def main(options):
+    device, dtype = set_up(options)
+    print(describe(device, dtype))
+    for shape in options.shapes:
+        compare(shape, options, device, dtype)
+
+
+def compare(shape, options, device, dtype):
+    hidden, partition = SHAPES[shape][0], even_partition(0, options.vocab_size, None)
+    torch.manual_seed(0)
+    x = torch.randn(options.tokens, hidden, device=device).to(dtype).requires_grad_()
+    weight = (0.02 * torch.randn(options.vocab_size, hidden, device=device)).to(dtype).requires_grad_()
+    labels = torch.randint(options.vocab_size, (options.tokens,), device=device)
+
+    def call(fused):
+        mean, _ = linear_cross_entropy(x, weight, labels, partition, None, fused=fused)
+        return mean, *torch.autograd.grad(mean, (x, weight))
+
+    differences = [distance(*pair) for pair in zip(call(True), call(False), strict=True)]
+    loss, of_x, of_weight = differences
+    print(f"{shape}: relative difference of the loss {loss:.1e}, of the gradients {of_x:.1e} and {of_weight:.1e}")
+    forms = {"torch": False, "fused": True}
+    clocks = {name: stopwatch(partial(call, fused), device, name) for name, fused in forms.items()}
+    taken = in_turns(clocks, options.rounds)
+    for name, spent in taken.items():
+        times = [median(one[clock] for one in spent) for clock in range(len(spent[0]))]
+        ratios = [ratio(spent, taken["torch"], clock) for clock in range(len(times))]
+        words = "  ".join(f"{1e3 * time:9.3f} ms {against:6.3f}" for time, against in zip(times, ratios, strict=True))
+        print(f"loss {shape} {options.tokens} tokens x {options.vocab_size}  {name:6}{words}")
+
+
+def distance(one, other):
+    one, other = one.detach().double(), other.detach().double()
+    return ((one - other).norm() / other.norm()).item()
+
+
+if __name__ == "__main__":
+    main(options)

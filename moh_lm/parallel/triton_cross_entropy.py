@@ -1,0 +1,115 @@
+"""The losses of a chunk of logits and, in their place, the gradient of the logits, by two Triton kernels.
+
+They compute what ``torch_differentiate`` of moh_lm/parallel/cross_entropy.py does, where the formulas stand. That form
+passes over fp32 logits ten times: about 60 bytes for a logit in bf16. These read every logit twice and write it once:
+
+    stats       m = max_j z_j, sum_j exp(z_j - m) and z_label, of one rank's slice of the vocabulary
+    gradient    z <- (softmax(z) (1 + 2 zeta log sum_j exp(z_j)) - [j = label]) / count, and 0 for ignored labels
+
+Between them the ranks of the vocabulary combine their three numbers of a token. Sums are fp32, or fp64 of fp64 logits,
+and the gradient is rounded to the dtype of the logits once.
+"""
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from moh_lm.parallel.cross_entropy import IGNORED, all_reduce, torch_differentiate
+
+COLUMNS, OPTIONS = 4096, dict(num_warps=8, enable_fp_fusion=True)  # of a program
+LOSS_TOLERANCE = 1e-4  # of a difference from the torch form, relative to 1 + the loss
+
+
+def triton_differentiate(z, labels, partition, group, z_loss, count):
+    """What ``torch_differentiate`` computes."""
+    wide = torch.promote_types(z.dtype, torch.float32)
+    tokens, width = z.shape
+    first = partition.ranges[0][0]
+    settings = dict(WIDE=tl.float64 if wide == torch.float64 else tl.float32, COLUMNS=COLUMNS, **OPTIONS)
+    stats = torch.empty((3, tokens), dtype=wide, device=z.device)
+    stats_kernel[(tokens,)](z, labels, stats, z.stride(0), width, first, partition.padding, tokens, **settings)
+    top, total, label_logit = stats
+    if group is not None:
+        own = top.clone()
+        all_reduce(top, dist.ReduceOp.MAX, group)
+        total *= torch.exp(own - top)
+        all_reduce(stats[1:], dist.ReduceOp.SUM, group)
+    logsumexp = total.log() + top
+    if count is not None:
+        grid = (tokens, triton.cdiv(width, COLUMNS))
+        gradient_kernel[grid](
+            z, labels, logsumexp, z.stride(0), width, first, 1 / count, z_loss, IGNORED=IGNORED, **settings
+        )
+    return (logsumexp - label_logit).masked_fill(labels == IGNORED, 0), logsumexp
+
+
+def compare_with_torch(tokens, dtype, device, partition, group, z_loss):
+    """The largest differences of the losses and gradients of both forms, (loss, gradient), for random logits.
+
+    The gradient's is relative to the largest gradient. Raises RuntimeError if one is more than rounding. Every rank of
+    ``group`` calls it together.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(tokens, partition.local_size(), device=device, generator=generator).mul_(4).to(dtype)
+    if partition.padding:
+        logits[:, -partition.padding :] = -torch.inf
+    labels = torch.arange(tokens, device=device) * 7919 % partition.size
+    labels[::13] = IGNORED
+    kept = logits.clone()
+    exact, _ = torch_differentiate(logits, labels, partition, group, z_loss, tokens)
+    losses, _ = triton_differentiate(kept, labels, partition, group, z_loss, tokens)
+    loss = ((losses - exact).abs() / (1 + exact)).max().item()
+    logits, kept = logits.to(exact.dtype), kept.to(exact.dtype)
+    gradient = ((kept - logits).abs().max() / logits.abs().max()).item()
+    if not (loss <= LOSS_TOLERANCE and gradient <= 2 * torch.finfo(dtype).eps + LOSS_TOLERANCE):
+        raise RuntimeError(
+            f"--fused-loss: its kernels differ from torch on this device, by {loss:.1e} in a loss and {gradient:.1e} "
+            "of the largest gradient; leave the flag out, and report the device and the versions of torch and triton"
+        )
+    return loss, gradient
+
+
+@triton.jit
+def stats_kernel(
+    z, labels, stats, stride, width, first, padding, tokens, WIDE: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """stats [3, tokens]: max_j z_j, sum_j exp(z_j - max), and z of the label, or 0 where another rank has it.
+    first: id of the first column. padding: columns at the end that are no ids. Grid: (tokens,)."""
+    row = tl.program_id(0)
+    z += row.to(tl.int64) * stride
+    top = tl.full([COLUMNS], -float("inf"), WIDE)
+    total = tl.zeros([COLUMNS], WIDE)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        value = tl.load(z + column, mask=column < width, other=-float("inf")).to(WIDE)
+        larger = tl.maximum(top, value)
+        finite = tl.where(larger == -float("inf"), 0.0, larger)
+        total = total * tl.exp(top - finite) + tl.exp(value - finite)
+        top = larger
+    best = tl.max(top, 0)
+    total = tl.sum(total * tl.exp(top - tl.where(best == -float("inf"), 0.0, best)), 0)
+    column = tl.load(labels + row) - first
+    here = (column >= 0) & (column < width - padding)
+    of_label = tl.load(z + tl.where(here, column, 0), mask=here, other=0.0).to(WIDE)
+    tl.store(stats + row, best)
+    tl.store(stats + tokens + row, total)
+    tl.store(stats + 2 * tokens + row, of_label)
+
+
+@triton.jit
+def gradient_kernel(
+    z, labels, logsumexp, stride, width, first, scale, zeta,
+    IGNORED: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the mean loss in the place of z; see above. Grid: (tokens, blocks of columns)."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    z += row.to(tl.int64) * stride
+    lse = tl.load(logsumexp + row)
+    label = tl.load(labels + row)
+    value = tl.load(z + column, mask=column < width, other=-float("inf")).to(WIDE)
+    slope = tl.exp(value - lse) * (1.0 + 2.0 * zeta * lse)
+    slope = tl.where(column == label - first, slope - 1.0, slope) * scale
+    slope = tl.where(label == IGNORED, 0.0, slope)
+    tl.store(z + column, slope.to(z.dtype.element_ty), mask=column < width)

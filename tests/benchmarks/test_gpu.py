@@ -1,0 +1,53 @@
+"""The program that measures a GPU in some minutes: its parts, its file, and what it does when it is run again."""
+
+import json
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.flags import attention_flags, ceiling_flags, decode_flags, gpu_flags, loss_flags, step_flags
+
+FLAGS = {
+    "ceilings.py": ceiling_flags, "loss.py": loss_flags, "attention.py": attention_flags, "decode.py": decode_flags,
+    "step.py": step_flags,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [*gpu.PARTS.values(), *gpu.REHEARSED.values()])
+def test_every_part_is_a_program_with_flags_that_it_knows(words):
+    program, *flags = words.split()
+    assert (gpu.ROOT / "benchmarks" / program).exists()
+    FLAGS[program](flags)
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Measures by programs of a test, {name: text}: the rows of the file after a run of so many minutes."""
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    output = tmp_path / "gpu.jsonl"
+
+    def run(programs, minutes="1"):
+        for name, text in programs.items():
+            (tmp_path / "benchmarks" / f"{name}.py").write_text(text)
+        monkeypatch.setattr(gpu, "PARTS", {name: f"{name}.py --of {name}" for name in programs})
+        gpu.main(gpu_flags(["--output", str(output), "--minutes", minutes]))
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    return run
+
+
+def test_a_part_that_fails_costs_no_other_and_is_tried_again(measure, capsys):
+    programs = {"first": "print('a'); raise SystemExit(3)", "second": "import sys; print(sys.argv[1:])"}
+    rows = measure(programs)
+    assert [row["line"] for row in rows if "line" in row] == ["a", "['--of', 'second']"]
+    assert [(row["part"], row["code"]) for row in rows if "code" in row] == [("first", 3), ("second", 0)]
+    again = measure(programs | {"first": "print('b')"})[len(rows) :]
+    assert [(row["part"], row.get("line")) for row in again] == [("first", "b"), ("first", None)]
+    assert "second: is complete in" in capsys.readouterr().out
+
+
+def test_rows_of_a_part_that_is_stopped_stay(measure, capsys):
+    rows = measure({"endless": "import time; print('a row'); time.sleep(600)", "never": "print('b')"}, minutes="0.1")
+    assert [row.get("line") for row in rows] == ["a row", None] and rows[-1]["code"] != 0
+    assert "never: no time is left; the same command resumes here" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""The Triton kernels of the loss, in Triton's interpreter, against torch in float64."""
+
+import multiprocessing
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
+from moh_lm.parallel.layers import even_partition
+from tests import distributed
+from tests.training import runs
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+TOKENS, WIDTH = 10, 6
+
+
+def make_problem(vocabulary, seed):
+    """Hidden states, weights and labels, one of them ignored, of logits that reach far."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, WIDTH, dtype=torch.double, generator=generator) for n in (TOKENS, vocabulary))
+    labels = torch.randint(vocabulary, (TOKENS,), generator=generator)
+    labels[3] = IGNORED
+    return x * 5, weight, labels
+
+
+def expected(x, weight, labels, z_loss):
+    """Losses, mean and gradients by torch, of the arithmetic of the inputs."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    logits = x @ weight.t()
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    mean = losses.mean() + z_loss * logits.logsumexp(-1).square()[labels != IGNORED].sum() / len(labels)
+    return losses, mean, *torch.autograd.grad(mean * 3, (x, weight))
+
+
+def fused(x, weight, labels, z_loss, partition, group=None):
+    x, weight = x.detach().requires_grad_(), partition.take(weight.detach()).requires_grad_()
+    mean, losses = linear_cross_entropy(x, weight, labels, partition, group, z_loss, fused=True)
+    return losses, mean, *torch.autograd.grad(mean * 3, (x, weight))
+
+
+def check(vocabulary, z_loss):
+    problem = make_problem(vocabulary, seed=vocabulary)
+    found = fused(*problem, z_loss, even_partition(0, vocabulary, None))
+    for mine, theirs in zip(found, expected(*problem, z_loss), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)  # a kernel's scalars are fp32
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("vocabulary", [2, 4096, 5003])
+def test_the_kernels_compute_losses_and_both_gradients(interpreter, vocabulary, z_loss):
+    interpreter(check, vocabulary, z_loss)
+
+
+def check_bf16():
+    x, weight, labels = make_problem(5003, seed=1)
+    x, weight = x.bfloat16(), weight.bfloat16()
+    partition = even_partition(0, 5003, None)
+    plain = [tensor.requires_grad_() for tensor in (x.clone(), weight.clone())]
+    mean, losses = linear_cross_entropy(*plain, labels, partition, None)
+    gradients = torch.autograd.grad(mean * 3, plain)
+    found = fused(x, weight, labels, 0.0, partition)
+    torch.testing.assert_close(found[:2], (losses.detach(), mean.detach()), rtol=1e-6, atol=1e-6)
+    for mine, theirs in zip(found[2:], gradients, strict=True):  # the interpreter cuts bf16 off in place of rounding
+        assert (mine - theirs).abs().max() <= 2**-6 * theirs.abs().max()
+
+
+def test_bf16_logits_give_the_numbers_of_the_torch_form(interpreter):
+    interpreter(check_bf16)
+
+
+def losses_of_ranks():
+    """What the ranks find together: all losses, the mean, the sum of the gradients of x, the slices of the weight's."""
+    group = dist.group.WORLD
+    partition = even_partition(0, 9, group)
+    losses, mean, of_x, of_weight = fused(*make_problem(9, seed=2), 0.01, partition, group)
+    dist.all_reduce(of_x)
+    slices = [torch.empty_like(of_weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(slices, of_weight)
+    return losses.detach(), mean.detach(), of_x, torch.cat(slices)[:9]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_vocabulary_compute_the_same(ranks, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(distributed, "CONTEXT", multiprocessing.get_context("spawn"))  # Triton is imported anew
+    found = distributed.run_ranks(losses_of_ranks, ranks)  # of 4 ranks with 9 ids the last one has none
+    for result in found:
+        torch.testing.assert_close(result, expected(*make_problem(9, seed=2), 0.01), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_a_run_with_the_kernels_trains_the_same_model(layout, data_dir, one_rank_run, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(distributed, "CONTEXT", multiprocessing.get_context("spawn"))
+    flags = ("--fused-loss", f"--{layout}-parallel-size", "2", "--train-iters", "2")
+    distributed.run_ranks(runs.run, 2, runs.arguments(data_dir, tmp_path, *flags))
+    assert runs.losses(tmp_path) == pytest.approx(runs.losses(one_rank_run)[:1], rel=1e-5)
+
+
+def check_without_gradients():
+    x, weight, labels = make_problem(4100, seed=4)
+    labels[5:7] = MOST_LIKELY
+    partition = even_partition(0, 4100, None)
+    with torch.no_grad():
+        plain, found = (linear_cross_entropy(x, weight, labels, partition, None, 0.0, way)[1] for way in (False, True))
+    torch.testing.assert_close(found, plain)
+    assert torch.equal(found[5:7], (x[5:7] @ weight.t()).argmax(-1).double())
+
+
+def test_an_evaluation_has_losses_and_most_likely_tokens(interpreter):
+    interpreter(check_without_gradients)
+
+
+def check_comparison():
+    from moh_lm.parallel import triton_cross_entropy as kernels
+
+    partition = even_partition(0, 5003, None)
+    loss, gradient = kernels.compare_with_torch(40, torch.float32, torch.device("cpu"), partition, None, 0.01)
+    assert loss < 1e-5 and gradient < 1e-5
+    plain = kernels.torch_differentiate
+    kernels.torch_differentiate = lambda logits, *others: plain(logits.mul_(1.01), *others)
+    with pytest.raises(RuntimeError, match="--fused-loss: its kernels differ from torch on this device, by .* leave"):
+        kernels.compare_with_torch(40, torch.float32, torch.device("cpu"), partition, None, 0.01)
+
+
+def test_a_device_on_which_the_kernels_differ_is_named(interpreter):
+    interpreter(check_comparison)
