@@ -50,8 +50,8 @@ def run(flags) -> int:
         raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; name another file"])
     old = Tokenizer(flags.tokenizer)
     if isinstance(old.model, HuggingFaceModel):
-        by_hand = "add tokens to it with transformers (add_tokens, save_pretrained DIR), which then is the --tokenizer"
-        reason = f"is a tokenizer of Hugging Face, which this command does not extend; {by_hand} of every other command"
+        by_hand = "add the tokens with transformers (add_tokens, then save_pretrained DIR) and give DIR as --tokenizer"
+        reason = f"is a tokenizer of Hugging Face, which this command does not extend; {by_hand} of other commands"
         raise ConfigError([f"--tokenizer {flags.tokenizer}: {reason}"])
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from moh_lm.checkpoint.saver import find_step
+from moh_lm.data.hugging_face_model import HuggingFaceModel
+from tests.tokenizing import TEXTS, hugging_face_tokenizer
 from tests.tools.imports.llamas import BASE_ONLY, assert_same_logits, make_llama
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -31,8 +33,11 @@ def interleaved(weight, heads):
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def write_gguf(path, model, architecture="llama", absent=(), more=(), scaling=None):
-    """The weights of a Llama, with matrices in F16, as llama.cpp writes them. more: names of further tensors."""
+def write_gguf(path, model, architecture="llama", absent=(), more=(), scaling=None, tokenizer=None):
+    """The weights of a Llama, with matrices in F16, as llama.cpp writes them.
+
+    more: names of further tensors. tokenizer: the directory of one like GPT-2's.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("small")
@@ -48,6 +53,8 @@ def write_gguf(path, model, architecture="llama", absent=(), more=(), scaling=No
     writer.add_vocab_size(config.vocab_size)
     if scaling:
         writer.add_rope_scaling_type(scaling)
+    if tokenizer:
+        add_tokenizer(writer, json.loads((tokenizer / "tokenizer.json").read_text())["model"])
     weights = {name_in_gguf(name): weight for name, weight in model.state_dict().items()}
     for name, weight in weights.items():
         if "attn_q" in name or "attn_k" in name:
@@ -60,6 +67,18 @@ def write_gguf(path, model, architecture="llama", absent=(), more=(), scaling=No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_tokenizer(writer, pieces):
+    """Pieces and merges like GPT-2's, whose first ids are <unk>, <s> and </s>, and a template of chats."""
+    vocabulary = sorted(pieces["vocab"], key=pieces["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocabulary) - 3))
+    writer.add_token_merges([" ".join(pair) for pair in pieces["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages }}<turn>")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +99,19 @@ def test_a_gguf_file_is_the_model_that_it_was_written_from(imported, tmp_path, t
     facts = json.loads((find_step(run) / "state.json").read_text())["imported"]
     assert facts["source"] == str(tmp_path / "small.gguf")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "small.gguf", "run"}  # what was temporary is gone
+
+
+def test_the_tokenizer_of_a_gguf_file_gives_the_same_ids(imported, tmp_path):
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    before = HuggingFaceModel(tokenizer)
+    model = make_llama(tmp_path / "hf", rope_parameters=BASE_ONLY, vocab_size=before.vocab_size())
+    write_gguf(tmp_path / "small.gguf", model, tokenizer=tokenizer)
+    step = find_step(imported(tmp_path / "small.gguf"))
+    after = HuggingFaceModel(step)
+    assert (after.eos_id(), after.bos_id()) == (2, 1)
+    for text in (*TEXTS, "", " a  b\n\t", "</s> \u00e9\U0001f600"):
+        assert after.encode(text).tolist() == before.encode(text).tolist(), text
+    assert "<turn>" in json.loads((step / "tokenizer_config.json").read_text())["chat_template"]
 
 
 @pytest.mark.parametrize(
