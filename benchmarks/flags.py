@@ -23,7 +23,7 @@ KERNELS = Path(__file__).resolve().parents[1] / "moh_lm" / "kernels"  # where --
 
 
 def checked(read, *arguments):
-    """What ``read(*arguments)`` returns; what has to be mended is one line on standard error, and exit code 2."""
+    """What ``read(*arguments)`` returns; what must be fixed is one line on standard error, and exit code 2."""
     try:
         return read(*arguments)
     except ConfigError as error:

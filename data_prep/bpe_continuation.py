@@ -1,4 +1,4 @@
-"""BPE training that goes on where a vocabulary ends: which tokens to join further, the most frequent pair first.
+"""BPE training that continues an existing vocabulary: which tokens to join further, the most frequent pair first.
 
 A vocabulary that grows in this way encodes as before, and then joins some neighbours: its new tokens come after all old
 ones in the order of joining, so a text is first made of old tokens, as ever, and no old token is ever split.
@@ -86,7 +86,7 @@ def joined_tokens(words: Counter[str], number: int) -> list[list[int]]:
     trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [trained.id_to_piece(index) for index in range(1, trained.vocab_size())]
     order = {piece: index for index, piece in enumerate(pieces) if len(piece) > 1}
-    # In a small text the trainer goes on to pairs that occur no more: what no word is joined from is left out.
+    # In a small text the trainer also takes pairs that no longer occur: what no word is joined from is left out.
     found = {piece for word in joinable for piece in trained.encode(word, out_type=str)}
     useful = {step for piece in found for step in steps(piece, order)}
     ids = {chr(letter): index for index, letter in enumerate(LETTERS.tolist())}

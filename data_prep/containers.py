@@ -44,8 +44,8 @@ FOREIGN = {
     rb"%PDF-": "a PDF file; extract its text",
     rb"\x93NUMPY": "a NumPy array; give the text that its numbers were made of",
     rb"\xff\xfe|\xfe\xff|\0\0\xfe\xff|([\x01-\x7f]\0){4}|(\0[\x01-\x7f]){4}": "text in UTF-16 or UTF-32; convert it to "
-    "UTF-8, such as with iconv -f UTF-16 -t UTF-8",
-    rb"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch it with `git lfs pull`",
+    "UTF-8, for example with iconv -f UTF-16 -t UTF-8",
+    rb"version https://git-lfs": "a Git LFS pointer instead of the file; fetch it with `git lfs pull`",
 }
 ERROR_PAGE = re.compile(rb"(?i)<(!doctype html|html|\?xml|error)")
 NAMED_TABLE = re.compile(r"(?i)\.(csv|tsv|tab)(\.|$)")
@@ -94,21 +94,21 @@ def sniff(file, name: str) -> tuple[str, str]:
     if foreign:
         problem = foreign
     elif (named_json or misnamed) and ERROR_PAGE.match(content):
-        problem = f"an error page in place of the file (it begins with {content[:40]}); download it again"
+        problem = f"an error page instead of the file (it begins with {content[:40]}); download it again"
     elif container != "plain" and (inside := CONTAINER.match(content)):
         columns = inside.lastgroup in ("parquet", "arrow")
-        problem = f"{f'{inside.lastgroup}, compressed' if columns else 'compressed twice'}; unpack it once"
+        problem = f"{f'{inside.lastgroup} inside a compressed file' if columns else 'compressed twice'}; unpack it once"
     elif not holds_json and len(CONTROL.findall(content)) > len(content) * MOST_CONTROL:
-        problem = "no text in UTF-8: too many control characters; convert it, or leave it out"
+        problem = "not UTF-8 text, since it has too many control characters; convert it, or leave it out"
     elif misnamed and not holds_json and (named_json or misnamed[1] in ("parquet", "arrow") or not head):
-        problem = f"not {misnamed[1]} as its name says: it {f'begins with {head[:40]}' if head else 'is empty'}"
+        problem = f"not {misnamed[1]} as its name says; it {f'begins with {head[:40]}' if head else 'is empty'}"
     elif named_json and not holds_json and ONE_JSON_VALUE.match(content):
         form = ".[]" if content.startswith(b"[") else "."
-        problem = f"one JSON value instead of an object per line; convert it, such as with jq -c '{form}'"
+        problem = f"one JSON value instead of one object per line; convert it, for example with jq -c '{form}'"
     elif (named_json or holds_json) and b"\n" not in content and CARRIAGE_RETURN.search(content):
-        problem = "lines that end in carriage returns alone; convert it, such as with tr '\\r' '\\n'"
+        problem = "lines that end in carriage returns only; convert it, for example with tr '\\r' '\\n'"
     elif not (named_json or holds_json) and begins_with_another_line(content):
-        problem = "JSON lines behind a first line that is none; mend the first line, or name the file .jsonl"
+        problem = "JSON lines after a first line that is not JSON; fix the first line, or name the file .jsonl"
     elif (table := NAMED_TABLE.search(name)) and not holds_json:
         problem = f"a table of {SEPARATORS[table[1].lower()]}-separated values; convert it to parquet or JSON lines"
     if problem:
@@ -196,8 +196,8 @@ def check_beginning(file: BinaryIO, container: str, data: bytes):
         start = file.tell() - len(data)
         number = file.seek(0, os.SEEK_END) - start
         raise ValueError(
-            f"{number:,} bytes that are no {container} follow its {container} data, which end at byte {start}; fetch "
-            f"the file again, or cut them off, such as with head -c {start}"
+            f"{number:,} bytes that are not {container} follow its {container} data, which end at byte {start}; fetch "
+            f"the file again, or cut them off, for example with head -c {start}"
         )
 
 
@@ -206,6 +206,6 @@ def unchanged(path: str, size: int, written: int):
     now = os.stat(path)
     if (now.st_size, now.st_mtime_ns) != (size, written):
         raise InputError(
-            f"{path}: had {size} bytes at the start of the run, has {now.st_size} now, and was written to in between; "
+            f"{path}: was written to during the run: it had {size} bytes at the start and has {now.st_size} now; "
             "is it still being written?"
         )

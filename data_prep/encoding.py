@@ -65,7 +65,7 @@ class Tokenizer:
             problems.append("has no beginning-of-sequence token; leave --bos out")
         if dropout := getattr(self.model, "dropout", None):
             remedy = 'write "dropout": null in tokenizer.json'
-            problems.append(f"gives a text other tokens each time, with BPE dropout {dropout:g}; {remedy}")
+            problems.append(f"encodes a text differently each time, with BPE dropout {dropout:g}; {remedy}")
         raise_any([f"--tokenizer {path}: {problem}" for problem in problems])
         self.description = {
             "sha256": sha256_of(next(iter(self.files.values()))),
@@ -104,16 +104,16 @@ class Tokenizer:
         named, of_model = getattr(self.model, "eos_token", end), ends_of_model(next(iter(self.files.values())).parent)
         sentence = f"documents end with {end} (id {self.eos_id})"
         if named not in (end, None):
-            sentence += f", since {named} ends a turn in chats of this model"
+            sentence += f", since {named} only ends a turn in this model's chats"
         elif of_model and self.eos_id not in of_model:
-            sentence += f", but the config.json beside the tokenizer ends a text with id {listing(of_model)}"
+            sentence += f", but the config.json beside the tokenizer says that texts end with id {listing(of_model)}"
         if begin < 0:
             return sentence
         begin = f"{self.model.id_to_piece(begin)} (id {begin})"
         if len(self.bos_ids):
             return f"{sentence} and begin with {begin}"
         usual = ", as transformers does" if getattr(self.model, "begins", False) else ""
-        return f"{sentence}; nothing is put before them (--bos puts {begin} there{usual})"
+        return f"{sentence}; no token begins them (--bos puts {begin} there{usual})"
 
 
     @cached_property
@@ -150,8 +150,8 @@ class Tokenizer:
             text = texts[index]
             if len(text) <= LONGEST_CHECKED and not np.array_equal(encoded[index], self.encode_plainly(text)):
                 raise ShardError(
-                    f"the segment cache and SentencePiece encode a document differently; please report this, with the "
-                    f"tokenizer and the document that begins {text[:100]!r}"
+                    f"the segment cache and SentencePiece encode a document differently; please report this with the "
+                    f"tokenizer and the document, which begins {text[:100]!r}"
                 )
         self.num_encoded += len(texts)
         return encoded

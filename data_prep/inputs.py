@@ -79,9 +79,10 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
         if not separator or not pattern:
             problems.append(f"--source {source}: write NAME=GLOB, such as --source 'wikipedia=text/wiki/*.jsonl.gz'")
         elif not SOURCE_NAME.fullmatch(name):
-            problems.append(f"--source {source}: begin the name with a letter or digit, then also '.', '_' or '-'")
+            remedy = "begin the name with a letter or digit; '.', '_' and '-' may follow"
+            problems.append(f"--source {source}: {remedy}")
         elif name in ("manifest.json", *TOKENIZER_FILES):
-            problems.append(f"--source {source}: {name} is a file of every data directory; give another name")
+            problems.append(f"--source {source}: {name} is the name of a file in every data directory; choose another")
         else:
             patterns.setdefault(name, []).append(pattern)
     if problems:
@@ -177,7 +178,7 @@ def recognized_sources(
     remarks = []
     if unknown:
         remarks.append(
-            f"--recognize {' '.join(directories)}: {len(unknown)} files are of no known corpus; "
+            f"--recognize {' '.join(directories)}: {len(unknown)} files belong to no known corpus; "
             "name them with --source NAME=GLOB, or keep them elsewhere:"
         )
         if not found:
@@ -192,7 +193,7 @@ def recognized_sources(
 def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
     """(path, name) of the files below ``directory``, sorted, and the paths of documentation and of hidden files."""
     if not os.path.isdir(directory):
-        raise ConfigError([f"--recognize {directory}: is no directory; name single files with --source NAME=GLOB"])
+        raise ConfigError([f"--recognize {directory}: is not a directory; give single files with --source NAME=GLOB"])
     files, no_data, visited = [], [], set()
     for folder, folders, names in os.walk(directory, onerror=refuse_folder, followlinks=True):
         if os.path.realpath(folder) in visited:  # a link that leads back

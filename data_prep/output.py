@@ -55,7 +55,7 @@ def check_tokenizer_files(output: Path, tokenizer: Tokenizer):
     contents = tokenizer.contents()
     for name in TOKENIZER_FILES:
         if (output / name).exists() and contents.get(name) != (output / name).read_bytes():
-            problem = f"has {name}, of another tokenizer; remove it, or choose another directory"
+            problem = f"has {name} of another tokenizer; remove it, or choose another directory"
             raise ConfigError([f"--output {output}: {problem}"])
 
 
@@ -67,7 +67,7 @@ def only_run(output: Path):
         try:
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError([f"--output {output}: another run is writing to it; wait for its end"]) from error
+            raise ConfigError([f"--output {output}: another run is writing to it; wait until it ends"]) from error
         except OSError:
             pass  # a file system without locks
         yield
@@ -123,8 +123,8 @@ def replaced_shards(
         others = [file for file in unnamed if os.path.exists(file)]  # one that cannot be read keeps the shard anyway
         if others:
             raise ConfigError([
-                f"--source {source}: {path} was made of files of this command, such as {mine[0]}, and of {len(others)} "
-                f"others, such as {others[0]}; name them too, or leave the former out"
+                f"--source {source}: {path} was made from files of this command, such as {mine[0]}, and from "
+                f"{len(others)} others, such as {others[0]}; name all of them, or none"
             ])
         replaced.append(path)
     return replaced
@@ -136,7 +136,7 @@ def describe_tokenizer(facts: dict) -> str:
 
 
 def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]:
-    """Those of ``shards``, of which sidecars are given, with an input that a finished unit of their source has too."""
+    """The sidecars among ``shards`` with an input that a finished unit of their source also has."""
     made = {(unit.source, piece["size"], piece["sample"]) for unit in finished for piece in finished[unit]["inputs"]}
     return [
         path
@@ -198,7 +198,7 @@ def record_groups(directory: Path, units: list[Unit]):
 
 
 def has_shard(output: Path, unit: Unit) -> bool:
-    """Whether there is a shard of a unit, even if its inputs have been written anew since."""
+    """Whether there is a shard of a unit, even if its inputs have been rewritten since."""
     return beside(output / unit.source / unit.name, ".json").exists()
 
 

@@ -42,9 +42,9 @@ class LeftOut:
 
 
 def plan_line(name: str, source: Source, complete: list[bool], left_out: LeftOut) -> str:
-    line = f"{name}: {len(complete)} shards of {len(source.pieces)} files, {sum(complete)} of them complete already"
+    line = f"{name}: {len(complete)} shards from {len(source.pieces)} files, {sum(complete)} of them already complete"
     copies = [piece.path for piece in source.copies]
-    return f"{line}; {left_out.say('left out, as copies of other files', copies)}" if copies else line
+    return f"{line}; {left_out.say('left out as copies of other files', copies)}" if copies else line
 
 
 def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
@@ -63,7 +63,7 @@ def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Say every ten seconds, until the block ends, that ``what`` is going on."""
+    """Say every ten seconds, until the block ends, that ``what`` is being done."""
     ended, start = threading.Event(), time.monotonic()
 
     def tell():
@@ -98,10 +98,10 @@ def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
     missing = sum(content_bytes(piece) for unit in units if unit not in finished for piece in unit.pieces)
     written = sum(sidecar["bin"]["bytes"] + sidecar["idx"]["bytes"] for sidecar in finished.values())
     read = sum(content_bytes(piece) for unit in finished for piece in unit.pieces)
-    needed = f", the others take about {missing * written / read / 1e6:,.1f} MB" if read else ""
+    needed = f", and the others need about {missing * written / read / 1e6:,.1f} MB" if read else ""
     return (
-        f"{len(finished)} of {len(units)} shards are complete and stay{needed}: make room, and the same command goes "
-        "on from here"
+        f"{len(finished)} of {len(units)} shards are complete and stay{needed}: make room, and run the same command "
+        "again to resume"
     )
 
 
@@ -127,14 +127,14 @@ def print_others(manifest: dict, sources: Iterable[str], units: list[Unit]):
         others = [entry["documents"] for name, entry in entries if (source, name) not in named]
         if others:
             count = f"{len(others):,} shards ({sum(others):,} documents)"
-            print(f"{count} of inputs that this command does not name stay in {source}")
+            print(f"{source} keeps {count} from inputs that this command does not name")
 
 
 def print_summary(sources: Iterable[str], finished: dict[Unit, dict], left_out: LeftOut):
     """A row for each source, and the files that are sound and hold nothing."""
     full = {piece.origin for unit in finished if finished[unit]["documents"] for piece in unit.pieces if piece.size}
     if empty := {piece.origin for unit in finished for piece in unit.pieces if not piece.source} - full:
-        print(left_out.say("without a document", empty))
+        print(left_out.say("contain no document", empty))
     rows = []
     for source in sources:
         sidecars = [sidecar for unit, sidecar in finished.items() if unit.source == source]
@@ -145,5 +145,5 @@ def print_summary(sources: Iterable[str], finished: dict[Unit, dict], left_out: 
         rows.append([source, files, documents, tokens, f"{text_bytes / max(1, tokens):.2f}", reasons])
     print("\n".join(table(["source", "files", "documents", "tokens", "bytes/token", "dropped"], rows, left=(0, 5))))
     if altered := sum(sidecar.get("altered", 0) for sidecar in finished.values()):
-        why = "SentencePiece keeps it for itself, so their tokens have a space there"
+        why = "SentencePiece reserves it, so their tokens have a space there"
         print(f"U+2581 is in {altered:,} documents: {why}")

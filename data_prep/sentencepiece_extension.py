@@ -47,16 +47,16 @@ def run(flags) -> int:
     output = flags.output
     source = str(next(iter(model_files(flags.tokenizer).values())))
     if os.path.realpath(output) == os.path.realpath(source):
-        raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; name another file"])
+        raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; give another file"])
     old = Tokenizer(flags.tokenizer)
     if isinstance(old.model, HuggingFaceModel):
         by_hand = "add the tokens with transformers (add_tokens, then save_pretrained DIR) and give DIR as --tokenizer"
-        reason = f"is a tokenizer of Hugging Face, which this command does not extend; {by_hand} of other commands"
+        reason = f"is a Hugging Face tokenizer, which this command does not extend; {by_hand} of other commands"
         raise ConfigError([f"--tokenizer {flags.tokenizer}: {reason}"])
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
-        raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
+        raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} already has {old.vocab_size}"])
     if old.vocab_size > (most := bpe.MOST_TOKENS):
-        raise ConfigError([f"--tokenizer {flags.tokenizer}: {old.vocab_size} tokens; give one of up to {most}"])
+        raise ConfigError([f"--tokenizer {flags.tokenizer}: has {old.vocab_size} tokens; give one with at most {most}"])
     check_model_file(output)
     lines = read_sample(flags) if flags.vocab_size or flags.input or flags.source else []
     old_lines = []
@@ -92,7 +92,7 @@ def bpe_model(path: str):
     proto = sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes())
     if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
         kind = proto.trainer_spec.ModelType.Name(proto.trainer_spec.model_type).lower()
-        raise ConfigError([f"--tokenizer {path}: a {kind} model; only BPE models can be extended"])
+        raise ConfigError([f"--tokenizer {path}: is a {kind} model, and only BPE models can be extended"])
     return proto
 
 
@@ -159,7 +159,8 @@ def listed_pieces(path: str) -> list[str]:
 def model_with(path: str, pieces: list[str]) -> bytes:
     """The serialized model with ``pieces``, their characters, and the beginnings that they are joined from."""
     if is_tiktoken(path):
-        raise ConfigError([f"--tokenizer {path}: not a SentencePiece model, as --add-pieces needs; give --vocab-size"])
+        needed = "which --add-pieces needs; give --vocab-size instead"
+        raise ConfigError([f"--tokenizer {path}: is not a SentencePiece model, {needed}"])
     proto = bpe_model(path)
     add_pieces(proto, dict.fromkeys("".join(pieces)))
     bare = sentencepiece_model_pb2.ModelProto.FromString(proto.SerializeToString())

@@ -54,11 +54,11 @@ def train(sentences: list[bytes], vocab_size: int) -> bytes:
             size = int(advised[1]) if advised else size
     problem = None
     if model is None:
-        problem = f"SentencePiece cannot train on this text ({refused}); give more, or other text"
+        problem = f"SentencePiece cannot train on this text ({refused}); give more text, or other text"
     elif size < vocab_size:
-        problem = f"the text is too small for it; give at most {size}, or more text"
+        problem = f"the text is too small for so many pieces; give at most {size}, or more text"
     elif size > vocab_size:
-        problem = f"the characters of the text do not fit into it; give at least {size}"
+        problem = f"the characters of the text do not fit into so few pieces; give at least {size}"
     raise_any([f"--vocab-size {vocab_size}: {problem}"] if problem else [])
     return model
 

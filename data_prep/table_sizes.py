@@ -83,7 +83,7 @@ def largest_batch(file: pyarrow.NativeFile) -> int:
 
 
 def messages(file) -> Iterator[pyarrow.ipc.Message]:
-    """Those up to the mark at the end of a stream, or to what is no message, such as the index at the end of a file."""
+    """The messages up to the end mark of a stream, or up to what is no message, such as the index that ends a file."""
     reader = pyarrow.ipc.MessageReader.open_stream(file)
     with suppress(StopIteration, pyarrow.ArrowInvalid):
         while True:

@@ -33,11 +33,11 @@ def row_group_bytes(piece, text_key: str) -> list[int]:
 def require_column(piece, text_key: str, schema: pyarrow.Schema):
     """Raise InputError unless there is such a column of single values: a list may have no bytes and no end."""
     if text_key not in schema.names:
-        raise InputError(f"{piece.path}: has no column {text_key!r} but {', '.join(schema.names)}; give --text-key")
+        raise InputError(f"{piece.path}: has no column {text_key!r}, only {', '.join(schema.names)}; give --text-key")
     kind = schema.field(text_key).type
     encoded = pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind)
     if pyarrow.types.is_nested(kind.value_type if encoded else kind):
-        raise InputError(f"{piece.path}: its column {text_key!r} holds {kind}, no text; give another --text-key")
+        raise InputError(f"{piece.path}: its column {text_key!r} holds {kind}, not text; give another --text-key")
 
 
 def refuse_large(piece, what: str, num_bytes: int, remedy: str):
@@ -76,7 +76,7 @@ def check_pages(piece, row_group, columns: list[str]):
 
 
 def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
-    """The same of the record batches of an Arrow file; ``text_key`` None asks for no column."""
+    """``parquet_batches`` for the record batches of an Arrow file; with ``text_key`` None no column is required."""
     with pyarrow.memory_map(os.fsencode(piece.path)) as file:
         first = len(ARROW_FILE) if file.read(len(ARROW_FILE)) == ARROW_FILE else 0
         file.seek(piece.size - len(END_OF_STREAM))
@@ -97,7 +97,7 @@ def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, i
             yield batch, row, file.tell()
             row += len(batch)
         if batches is reader and file.tell() < piece.size:
-            raise InputError(f"{piece.path}: several Arrow streams, one after another; give each a file of its own")
+            raise InputError(f"{piece.path}: holds several Arrow streams in a row; put each into its own file")
 
 
 def first_row(piece, text_key: str) -> dict | None:

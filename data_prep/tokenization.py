@@ -37,7 +37,7 @@ def run(flags) -> int:
                     failures[from_stdin].append(str(error))
             left_out = LeftOut(output / LEFT_OUT)
             if no_data:
-                print(left_out.say("left out, as no data", no_data))
+                print(left_out.say("left out because they are not data", no_data))
             fill(output, sources, tokenizer, flags, failures, left_out)
     except OSError as error:
         failures[""].append(f"{error.filename or output}: {error.strerror or error}, {room(output)}")
@@ -52,7 +52,7 @@ def fill(
 ):  # fmt: skip
     """Bring the data directory to the state that ``sources`` ask for. Raises ConfigError, and OSError."""
     options = Options(text_key=flags.text_key, shuffle=not flags.no_shuffle, bos=flags.bos)
-    with told("comparing the inputs with the shards that are there"):
+    with told("comparing the inputs with existing shards"):
         units = plan(sources, output, flags.unit_size, tokenizer, options)
         replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
         finished = finished_sidecars(output, units)
@@ -84,8 +84,8 @@ def fill(
     try:
         if doubled:
             raise ShardError(
-                f"{doubled[0]} holds text that new shards hold too, and stays until all files of its source can be "
-                f"read: {output / 'manifest.json'} is left as it was; mend the files that failed, or leave them out"
+                f"{doubled[0]} has text that new shards also have, and stays until all files of its source can be "
+                f"read: {output / 'manifest.json'} is left as it was; fix the files that failed, or leave them out"
             )
         with told("writing the manifest"):
             manifest = write_manifest(output)
@@ -94,9 +94,9 @@ def fill(
         failures[""].append(str(error))
 
     if replaced:
-        print(f"replaced {len(replaced)} shards that an earlier run made of the same inputs")
+        print(f"replaced {len(replaced)} shards that an earlier run made from the same inputs")
     for name in absent:
-        print(f"{name}: no document of these files belongs to it")
+        print(f"{name}: none of the documents in these files belongs to it")
     print_summary([name for name in sources if name not in absent], finished, left_out)
 
 
@@ -187,6 +187,6 @@ def classify(units, finished, failures, flags) -> list[str]:
         if mixed and name not in flags.only:
             absent.append(name)
         else:
-            remedy = "no document of these files belongs to it" if mixed else "is --text-key right?"
+            remedy = "none of the documents in these files belongs to it" if mixed else "is --text-key right?"
             failures[name].append(f"{name}: holds no document; {remedy}")
     return absent

@@ -1,4 +1,4 @@
-"""Text in, token shards out; as ``train`` and ``extend``, SentencePiece models. For users: docs/data.md.
+"""Turns text into token shards, and with ``train`` and ``extend`` into SentencePiece models. For users: docs/data.md.
 
     python data_prep/tokenize.py --tokenizer M.model --source NAME=GLOB [--source ...] --output DIR [--workers N]
     python data_prep/tokenize.py --tokenizer M.model --recognize DIRECTORY [--only NAME ...] --output DIR
@@ -16,7 +16,7 @@ import sys
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from moh_lm.cli.command import output_path, run_command
+from moh_lm.cli.command import RESUMES, output_path, run_command
 from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
@@ -28,7 +28,7 @@ MOST_PIECES = 1 << 24  # with more, SentencePiece takes minutes to find that the
 def main(texts: list[str]) -> int:
     commands = {"train": (train_flags, train), "extend": (extend_flags, extend)}
     parse, work = commands.get(texts[0] if texts else "", (tokenize_flags, tokenize))
-    given, again = texts[work is not tokenize :], "stopped; the same command goes on from here"
+    given, again = texts[work is not tokenize :], RESUMES
     words = {"remark": "; nothing was written", "interrupted": again}
     return run_command("tokenize.py", parse, work, given, failures=(OSError,), **words)
 
@@ -36,7 +36,7 @@ def main(texts: list[str]) -> int:
 def tokenize_flags(texts):
     parser = Parser(
         prog="python data_prep/tokenize.py",
-        description="Encode text into token shards; docs/data.md tells more.",
+        description="Encode text into token shards; docs/data.md explains how.",
         epilog="To train or extend a SentencePiece model: python data_prep/tokenize.py train --help, or extend --help",
     )
     if texts and not texts[0].startswith("-"):
@@ -44,25 +44,25 @@ def tokenize_flags(texts):
     add = parser.add_argument
     add(
         "--tokenizer", metavar="MODEL", required=True,
-        help="SentencePiece model, LLaMA-3's, tokenizer.json of Hugging Face, or a directory that has one of them",
+        help="SentencePiece model, LLaMA-3's tokenizer.model, tokenizer.json of Hugging Face, or a directory with one",
     )
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
-        help="a source and its files: JSON lines, parquet, Arrow or plain text, also in gzip or zstandard; '-' is "
-        "standard input; may be repeated",
+        help="a source and its files: JSON lines, parquet, Arrow or plain text, also compressed with gzip or "
+        "zstandard; '-' is standard input; may be repeated",
     )
     add(
         "--recognize", metavar="DIR", action="append", default=[],
-        help="a directory with files of known corpora (docs/data.md), whose sources are named by their content; may be "
+        help="a directory with files of known corpora (docs/data.md), whose content names their sources; may be "
         "repeated",
     )
-    add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
+    add("--only", metavar="NAME", nargs="+", default=[], help="use only these sources that --recognize finds")
     add(
         "--output", metavar="DIR", type=output_path, required=True,
-        help="data directory; sources that it has already stay",
+        help="data directory; sources that are already in it stay",
     )
     cores = len(os.sched_getaffinity(0))
-    add("--workers", metavar="N", type=at_least(1), default=cores, help="processes (default: one per core)")
+    add("--workers", metavar="N", type=at_least(1), default=cores, help="number of processes (default: one per core)")
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
     add("--bos", action="store_true", help="put the beginning-of-sequence token before each document")
     add("--no-shuffle", action="store_true", help="keep the documents in order instead of shuffling each shard")
@@ -72,38 +72,38 @@ def tokenize_flags(texts):
     )
     add(
         "--max-bad-fraction", metavar="F", type=fraction,
-        help="a shard with a larger fraction of bad records is not written (default: 0.01, or up to 1000 bad records "
+        help="largest fraction of bad records with which a shard is written (default: 0.01, or up to 1000 bad records "
         "if they are at most nine tenths)",
     )
     flags = parser.parse_args(texts)
     if not flags.source and not flags.recognize:
         parser.error("nothing to tokenize: give --source NAME=GLOB or --recognize DIR")
     if flags.only and not flags.recognize:
-        parser.error("--only chooses among the sources that --recognize DIR finds: give that too")
+        parser.error("--only chooses among the sources that --recognize DIR finds: give --recognize too")
     return flags
 
 
 def train_flags(texts):
-    what = "Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents."
+    what = "Train a SentencePiece BPE model with byte fallback, like LLaMA's, on a sample of the documents."
     parser = Parser(prog="python data_prep/tokenize.py train", description=what)
     add_sample_flags(parser)
     parser.add_argument("--vocab-size", metavar="N", type=pieces, default="65536", help="pieces (default: 65536)")
-    parser.add_argument("--output", metavar="MODEL", type=output_path, required=True, help="the model file to write")
+    parser.add_argument("--output", metavar="MODEL", type=output_path, required=True, help="model file to write")
     return parser.parse_args(texts)
 
 
 def extend_flags(texts):
-    what = "Add tokens for another kind of text to a vocabulary, whose ids stay as they are."
+    what = "Add tokens for another kind of text to a vocabulary. The existing ids stay as they are."
     parser = Parser(prog="python data_prep/tokenize.py extend", description=what)
     add = parser.add_argument
     add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--vocab-size", metavar="N", type=pieces, help="tokens after the extension, old and new")
-    which.add_argument("--add-pieces", metavar="FILE", help="new pieces of a SentencePiece model, a line each")
-    add("--output", metavar="MODEL", type=output_path, required=True, help="the file to write")
+    which.add_argument("--vocab-size", metavar="N", type=pieces, help="total number of tokens after the extension")
+    which.add_argument("--add-pieces", metavar="FILE", help="new pieces for a SentencePiece model, one per line")
+    add("--output", metavar="MODEL", type=output_path, required=True, help="file to write")
     add(
         "--old-input", metavar="GLOB", nargs="+", default=[],
-        help="files with text of the old kind, which is to change little",
+        help="files with text of the old kind, whose tokens should change little",
     )
     add_sample_flags(parser)
     return parser.parse_args(texts)
@@ -113,18 +113,18 @@ def add_sample_flags(parser: Parser):
     add = parser.add_argument
     add(
         "--input", metavar="GLOB", nargs="+", default=[],
-        help="files, of any kind that can be tokenized, in proportion to their size",
+        help="files of any kind that can be tokenized; sampled in proportion to their size",
     )
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
-        help="in place of --input: a source and its files; may be repeated",
+        help="instead of --input: a source and its files; may be repeated",
     )
     add(
         "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=name_and_weight,
-        help="the shares of the sources in the sample (default: in proportion to their size)",
+        help="weight of each source in the sample (default: in proportion to their size)",
     )
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
-    add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
+    add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="most text to train on (default: 256M)")
 
 
 def size(text: str) -> int:

@@ -24,7 +24,7 @@ SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes 
 LONGEST_SENTENCE = 4096  # bytes; SentencePiece would skip longer ones
 RESERVED = {  # characters that SentencePiece keeps for itself, and why lines are cut there
     "\0": "which SentencePiece cannot read",
-    "\u2581": "which SentencePiece would take for a space",
+    "\u2581": "which SentencePiece would turn into a space",
     "\u2585": "whose lines SentencePiece would skip",
 }
 
@@ -63,7 +63,7 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
     weights = dict(flags.data_mix)
     if weights.keys() != patterns.keys():
         given, mixed = (", ".join(sorted(names)) for names in (patterns, weights))
-        problems.append(f"--data-mix {mixed}: the sources are {given}; give each of them a weight, and no other")
+        problems.append(f"--data-mix {mixed}: the sources are {given}; give a weight to each of them and to no other")
     raise_any(problems)
     return {name: (float(weights[name]), globs) for name, globs in patterns.items()}
 
@@ -129,7 +129,7 @@ def by_weight(drawn: dict[str, list[bytes]], shares: dict[str, float]) -> list[b
     for name, lines in drawn.items():
         copies = sum(sizes.values()) * shares[name] / sizes[name]
         if name:
-            print(f"{name}: {shares[name]:.2%} of the sample, {copies:.2f} times {sizes[name]:,} bytes of text")
+            print(f"{name}: {shares[name]:.2%} of the sample ({copies:.2f} times {sizes[name]:,} bytes of text)")
         for number, line in enumerate(lines):
             sample += [line] * (int((number + 1) * copies + 0.5) - int(number * copies + 0.5))
     return sample

@@ -79,7 +79,7 @@ def divide(
         except InputError as error:
             source.unreadable.append(str(error))
             continue
-        # Standard input cannot be read again, and a group is made anew when one of its files has changed.
+        # Standard input cannot be read again, and a group is made again when one of its files has changed.
         if len(ranges) == 1 and piece.name != STDIN and piece.size < unit_size // SMALL:
             small += ranges
         else:
@@ -139,7 +139,7 @@ def grouped_before(
     for group in groups:
         there = [piece for name in group for piece in named.get(name, ())]
         alike = [there] if len({piece.name for piece in there}) == len(there) else by_folder(there)
-        if len(set(group)) == len(group):  # else files of several folders, which names do not tell apart
+        if len(set(group)) == len(group):  # else files of several folders with equal names
             found += [(not has_shard(pieces), len(pieces) < len(group), pieces) for pieces in alike if pieces]
     for *_, pieces in sorted(found, key=lambda item: item[:2]):
         left = [piece for piece in pieces if piece not in taken]

@@ -1,6 +1,6 @@
 """Worker processes: each takes a unit, writes its shard, reports, takes the next.
 
-Every worker has a pipe of its own to the parent. A unit that fails is reported and the worker goes on; a worker that
+Every worker has a pipe of its own to the parent. A unit that fails is reported and the worker continues; a worker that
 dies closes its pipe, which fails its unit only, and another worker takes its place. If the parent dies, however it
 dies, the workers die with it.
 """
@@ -68,7 +68,7 @@ def run_units(
                         idle.append(connection)
                 except PARENT_IS_GONE:
                     processes[connection].join()
-                    event, value = "failed", f"the worker died (exit code {processes[connection].exitcode})"
+                    event, value = "failed", f"its worker process died (exit code {processes[connection].exitcode})"
                 if event != "progress":
                     del busy[connection]
                 if event == "no room":
@@ -101,13 +101,13 @@ def work(connection: Connection, tokenizer_path: str, options: Options, output: 
             except (InputError, ShardError) as error:
                 event = "failed", str(error)
             except MemoryError:
-                event = "failed", "out of memory; give fewer --workers"
+                event = "failed", "out of memory; use fewer --workers"
             except OSError as error:
                 event = ("no room", error.strerror) if error.errno in NO_ROOM else ("failed", str(error))
             connection.send(event)
 
 
 def die_with_the_parent():
-    """An orphan that went on could write to a directory that another run has taken over."""
+    """An orphan that continued could write to a directory that another run has taken over."""
     wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

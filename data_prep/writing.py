@@ -65,7 +65,8 @@ def nothing_read(dropped: dict[str, int], documents: int) -> str | None:
     reasons = bad_records(dropped)
     if documents or not reasons or "of another set" in dropped:
         return None
-    remedy = "convert it, such as with iconv" if dropped.get("bad UTF-8") else "give the right --text-key, convert it"
+    not_text = dropped.get("bad UTF-8")
+    remedy = "convert it, for example with iconv" if not_text else "give the right --text-key, convert the file"
     return f"holds no document ({reasons}); {remedy}, or leave it out"
 
 
@@ -98,7 +99,7 @@ def tokenize_unit(
         if problem is None and (bad := too_many_bad(account.dropped, account.documents, max_bad_fraction)):
             problem = f"{unit.pieces[0].origin}: {bad}"
         if problem:
-            more = f"; so do {len(account.lost) - 1} other files" if len(account.lost) > 1 else ""
+            more = f"; {len(account.lost) - 1} other files have none either" if len(account.lost) > 1 else ""
             raise InputError(f"{problem}{more}; the first bad records are in {prefix}.rejects.jsonl")
         return shard.commit({
             "text_bytes": account.text_bytes,

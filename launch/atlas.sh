@@ -5,7 +5,7 @@
 #
 # Forms of routing and gating at three sizes, each at its own best learning rate, with several seeds on the same samples
 # (docs/history/atlas.md). OUT (default: runs/atlas) receives corpus, tokens, runs, REPORT.md and its pictures. Stop it whenever
-# you like: the same command goes on, and repeats nothing that is complete.
+# you like: the same command resumes, and repeats nothing that is complete.
 #
 # FLAGS are those of python -m studies.atlas --help, and any of moh_lm.pretrain, which win. While it works, the report of
 # what is complete: bash launch/atlas.sh OUT --report.

@@ -84,7 +84,7 @@ moh_lm_install() {
         extras=$(tail -n +2 "$stamp")
     fi
     if ! { echo incomplete >"$stamp" && : >"$log"; }; then
-        moh_lm_fail "the environment $prefix cannot be written: mend this, or activate one of your own"
+        moh_lm_fail "the environment $prefix cannot be written: fix this, or activate one of your own"
         return
     fi
     if ! "$prefix/bin/python" -c 'import pip' 2>/dev/null && ! "$prefix/bin/python" -m ensurepip >>"$log" 2>&1; then

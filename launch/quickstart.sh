@@ -4,7 +4,7 @@
 #     bash launch/quickstart.sh [OUT [FLAGS]]
 #
 # OUT (default: runs/quickstart) receives everything. FLAGS of moh_lm.pretrain win over the values here. A repetition
-# goes on where the one before ended: what is complete is kept, and training resumes from its last checkpoint.
+# resumes where the one before ended: what is complete is kept, and training resumes from its last checkpoint.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"

@@ -3,14 +3,14 @@
 #
 #     bash launch/quickstart_continue.sh [OUT [SEED [FLAGS]]]
 #
-# A tiny dense model learns prose (the documentation of Python). Stage 1 gives it a larger vocabulary and goes on, still
+# A tiny dense model learns prose (the documentation of Python). Stage 1 gives it a larger vocabulary and continues, still
 # dense, with program code beside the prose. Stage 2 makes it a Mixture-of-Head model with 75% of its heads per token,
-# and goes on; as a control, the dense model of stage 1 goes on for as many tokens. At the end stands the recovery
+# and continues; as a control, the dense model of stage 1 continues for as many tokens. At the end stands the recovery
 # curve: the share of the dense model's quality regained against tokens (Fig. 2 of the paper).
 #
 # OUT (default: runs/quickstart-continue) receives everything; SEED (default: 1234) draws the weights and the order of
 # the samples. FLAGS of moh_lm.pretrain win over the values here, in all four trainings. A repetition, with the same SEED
-# and FLAGS, goes on where the one before ended.
+# and FLAGS, resumes where the one before ended.
 #
 # With --real first, a real model of 135M parameters is continued instead; launch/quickstart_real.sh describes it.
 set -euo pipefail
@@ -120,7 +120,7 @@ import_model "$out/hf-stage-1" "$out/stage-2" "${MIXTURE[@]}"
 train "$out/stage-2" "${STAGE_2[1]}" "${TRAINING[@]}" "${STAGE_2[@]}" --data-dir "$out/data" --data-mix "${ALL[@]}"
 export_model "$out/stage-2" "$out/hf-stage-2"
 
-step "Control: the dense model of stage 1 goes on for as many tokens"
+step "Control: the dense model of stage 1 continues for as many tokens"
 import_model "$out/hf-stage-1" "$out/control"
 train "$out/control" "${STAGE_2[1]}" "${TRAINING[@]}" "${STAGE_2[@]}" --data-dir "$out/data" --data-mix "${ALL[@]}"
 

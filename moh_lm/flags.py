@@ -46,7 +46,7 @@ def parse_flags(parser, arguments, config_type=Config):
     for name in ("save_config", "devices", "device_name"):
         value = getattr(namespace, name, None)
         if value and not namespace.dry_run:
-            problems.append(f"{flag(name)} {getattr(value, 'name', value)}: goes with --dry-run; add it")
+            problems.append(f"{flag(name)} {getattr(value, 'name', value)}: needs --dry-run; add it")
     if config_type.scripts_have_sizes and namespace.preset and getattr(namespace, "script", None):
         advice = "use it with python -m moh_lm.pretrain"
         problems.append(f"--preset {namespace.preset}: {namespace.script} has its sizes; {advice}")
@@ -124,14 +124,14 @@ def save_config(given, path):
 
 
 def make_parser(config_type=Config):
-    """Of the training command of a task."""
+    """The parser of a task's training command."""
     parser = Parser(prog=f"python -m {config_type.program}", usage="%(prog)s [flags]", description=config_type.about)
     add_config_flags(parser, config_type)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
-    parser.add_argument("--save-config", metavar="FILE.yaml", help="of --dry-run: write the flags there, for --config")
-    help_of_devices = "of --dry-run: say what so many devices would do (default: those that were started)"
+    parser.add_argument("--save-config", metavar="FILE.yaml", help="with --dry-run: write the flags for --config")
+    help_of_devices = "with --dry-run: plan for this many devices (default: those that were started)"
     parser.add_argument("--devices", type=at_least(1), metavar="N", help=help_of_devices)
-    help_of_name = "of --dry-run: say it for these GPUs, such as H100, on a machine without any"
+    help_of_name = "with --dry-run: plan for these GPUs, such as H100, even on a machine without any"
     parser.add_argument("--device-name", type=device_name, metavar="NAME", help=help_of_name)
     parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
@@ -157,7 +157,7 @@ def add_config_flags(parser, config_type=Config):
         )
     presets = dict(choices=config_type.presets, help=config_type.of_presets)
     parser.add_argument("--preset", action=LaterWins, replaces=None, **presets)
-    parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="flags from a file, NAME: VALUE each")
+    parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="file of flags, NAME: VALUE each")
 
 
 class LaterWins(argparse.Action):
@@ -209,7 +209,7 @@ class FlagsOfFile(argparse.Action):
 
 
 class Texts(yaml.SafeLoader):
-    """Of YAML what is safe, with numbers and dates as they are written: 12:30 is no 750, and 1.10 no 1.1.
+    """A safe YAML loader that keeps numbers and dates as they are written: 12:30 is not 750, and 1.10 is not 1.1.
 
     A key that is given twice in a mapping is an error, not the later value.
     """
@@ -266,7 +266,7 @@ def value_parser(entry):
 
 
 def type_of(entry):
-    """Of one value: int of ``int | None`` and of ``tuple[int, ...]``."""
+    """The type of one value: int for ``int | None`` and for ``tuple[int, ...]``."""
     return next(iter(get_args(entry.type)), entry.type)
 
 

@@ -1,13 +1,13 @@
-"""Trains variants of one model with several seeds, several runs at a time, and has the report made.
+"""Trains variants of one model with several seeds, several runs at a time, and writes a report.
 
     python studies/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--rates X ...] [FLAGS]
 
-``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain win over those of the table and of a variant. Runs of one seed
-have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
-can be compared in pairs. With several --rates each variant has the best of them, as seed 0 tells.
+``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain override those of the table and of a variant. Runs of one
+seed start from the same weights where they have the same parameters, and read the same samples in the same order, so
+that they can be compared in pairs. With several --rates each variant uses the one that was best for seed 0.
 OUT/runs/model/VARIANT/rate-FACTOR-seed-N is the directory of a run (runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
+Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -103,10 +103,10 @@ def parse_arguments(texts):
     parser = Parser(prog="python studies/ablation.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add_comparison_flags(parser, VARIANTS, [1])
     add = parser.add_argument
-    add("--num-attention-heads", type=at_least(8), metavar="N", default=8, help="a multiple of 8 (default: 8)")
-    add("--num-layers", type=at_least(1), metavar="N", default=4, help="of each model (default: 4)")
+    add("--num-attention-heads", type=at_least(8), metavar="N", default=8, help="heads, a multiple of 8 (default: 8)")
+    add("--num-layers", type=at_least(1), metavar="N", default=4, help="layers (default: 4)")
     add("--train-iters", type=at_least(1), metavar="N", default=600, help="iterations of each run (default: 600)")
-    add("--learning-rate", type=above_0, metavar="X", default=2e-3, help="peak, which --rates multiply (default: 2e-3)")
+    add("--learning-rate", type=above_0, metavar="X", default=2e-3, help="peak, multiplied by --rates (default: 2e-3)")
     instead = {"--train-tokens": "--train-iters", "--seed": "--seeds"}
     of_a_file = ("--num-attention-heads", "--num-layers", "--train-iters", "--learning-rate")
     instead |= dict.fromkeys(of_a_file, "it on the command line")

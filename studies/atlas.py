@@ -2,10 +2,10 @@
 
     python studies/atlas.py OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
-``launch/atlas.sh`` calls it; docs/history/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The
-directories OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (runs.py).
+``launch/atlas.sh`` calls it; docs/history/atlas.md has the protocol. FLAGS of moh_lm.pretrain override its own. Nothing
+but the directories OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N records what was trained (runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
+Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -30,8 +30,8 @@ def parse_arguments(texts):
     parser = Parser(prog="python studies/atlas.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add, sizes = parser.add_argument, [size.name for size in SIZES]
     add_comparison_flags(parser, VARIANTS, [0.25, 0.5, 1])
-    add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="s, m, l (default: all)")
-    add("--tokens-per-parameter", type=above_0, metavar="X", help="of the dense model, embeddings included "
+    add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="of s, m, l (default: all)")
+    add("--tokens-per-parameter", type=above_0, metavar="X", help="for the dense model, embeddings included "
         "(default: 3, 4.7, 6)")  # fmt: skip
     instead = {"--learning-rate": "--rates", "--seed": "--seeds", "--num-attention-heads": "--sizes"}
     instead |= dict.fromkeys(("--train-iters", "--train-tokens"), "--tokens-per-parameter")

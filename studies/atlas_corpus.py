@@ -2,15 +2,15 @@
 
     python studies/atlas_corpus.py OUTPUT_DIRECTORY
 
-- docstrings: what a module says of itself, its classes and functions; a document per module
+- docstrings: those of a module, its classes and functions; a document per module
 - prose: Markdown, reStructuredText and text files, descriptions of packages; and the comments of a module that read as
   sentences, a document per module
 - code: a module without its docstrings and without lines of comment
 
 pip downloads the wheels that atlas_packages.txt names (133 MB) and compares their hashes. They are unpacked and parsed,
 never installed or imported. docs/history/atlas.md says what is left out. Documents are in the order of their SHA-256,
-so that the tail of a file, which a run holds out, is a sample of all packages. So the text has the same bytes
-everywhere: corpus.json has its hash.
+so that the tail of a file, which a run holds out, is a sample of all packages. The text therefore has the same bytes on
+every machine; its hash is in corpus.json.
 """
 
 import ast
@@ -67,9 +67,9 @@ def run(arguments):
         digest.update("".join(map(fingerprint, kept)).encode())
         print(f"{kind:<10} {len(kept):>6,} documents of {len(documents[kind]):>6,}, {size(kept) / 1e6:>6.1f} MB")
     if unread:
-        print(f"{unread} files are not the Python that this interpreter reads")
+        print(f"{unread} files were left out, since this interpreter cannot read them as Python")
     if digest.hexdigest() != SHA256:
-        print("another text than that of docs/history/atlas.md: losses cannot be compared with those of the page")
+        print("this is not the text of docs/history/atlas.md: losses cannot be compared with those on the page")
     about = {"python": sys.version.split()[0], "sha256": digest.hexdigest()}
     (output / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # last: all is there
 
@@ -170,7 +170,7 @@ def honest(text):
 
 
 def share(text, test):
-    """Of the characters for which ``test`` holds, in an even sample of about 2,000."""
+    """The share of characters for which ``test`` holds, in an even sample of about 2,000."""
     sample = text[:: max(1, len(text) // 2000)]
     return sum(map(test, sample)) / len(sample)
 

@@ -1,7 +1,7 @@
 """What the atlas compares: forms of routing and gating, budgets of heads, sizes. A form is one line of ``VARIANTS``.
 
-The flags of a variant come after those of its size, so they win. A form whose flags this checkout does not know is left
-out, and the atlas says so.
+The flags of a variant come after those of its size, so they take effect. A form whose flags this checkout does not know
+is left out, and the atlas says so.
 """
 
 from studies.table import Size, Table, Variant

@@ -15,7 +15,7 @@ from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
 from studies import report
-from studies.results import factor_and_seed, final_evaluation, metrics
+from studies.results import factor_and_seed, final_evaluation, metrics, run_name
 from studies.runs import (
     DIVERGED,
     Run,
@@ -37,7 +37,7 @@ PROBE_STEPS = 20  # of a first run of a size, which tells its speed
 
 
 class Trial(NamedTuple):
-    """A run that the table wants; factor: of the learning rate, None as long as the tuning has not told it."""
+    """A run that the table wants. factor: of the learning rate; None until the tuning has found it."""
 
     size: Size
     variant: Variant
@@ -77,11 +77,11 @@ def describe_data(directory, enough):
     found = sum(tokens.values())
     print(f"text: {found:,} tokens: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
     if found < enough:
-        print(f"text: fewer than {enough:,} tokens, which are read more often")
+        print(f"text: fewer than {enough:,} tokens, so they are read more often")
 
 
 class Comparison:
-    """What is wanted, what of it is there, and what comes next; ``refused``: {variant: why it cannot be trained}."""
+    """What is wanted, what of it exists, and what comes next. ``refused``: {variant: why it cannot be trained}."""
 
     def __init__(self, flags):
         self.flags, self.table, self.others, self.begun = flags, flags.table, flags.others, time.monotonic()
@@ -111,7 +111,7 @@ class Comparison:
         return parse_config([*self.model_arguments(size, variant), *place, *self.others])[0]
 
     def iterations(self, size, variant):
-        """Those of the size, or those in which its first variant sees so many tokens per parameter."""
+        """Iterations of the size, or as many as give its first variant that many tokens per parameter."""
         if size.iterations:
             return math.ceil(size.iterations * variant.tokens)
         config = self.config(size, self.table.variants[0])
@@ -121,7 +121,7 @@ class Comparison:
     def run(self, trial):
         size, variant, factor, seed = trial
         steps = self.iterations(size, variant)
-        name = f"{size.name}/{variant.name}/rate-{factor:g}-seed-{seed}"
+        name = f"{size.name}/{variant.name}/{run_name(factor, seed)}"
         directory = self.flags.out / "runs" / name
         schedule = {
             "train-iters": steps,
@@ -155,10 +155,10 @@ class Comparison:
         size = self.table.sizes[0]
         folder, steps, found = self.flags.out / "runs" / size.name / variant.name, self.iterations(size, variant), {}
         for path in folder.glob(f"rate-*-seed-{TUNING_SEED}/"):
-            losses = final_evaluation(path, steps)
-            if losses or path in diverged:
+            losses, named = final_evaluation(path, steps), factor_and_seed(path)
+            if named and (losses or path in diverged):
                 bad = not losses or None in losses.values()
-                found[factor_and_seed(path)[0]] = math.inf if bad else mean(losses.values())
+                found[named[0]] = math.inf if bad else mean(losses.values())
         return found
 
     def next_run(self, busy, codes):
@@ -175,9 +175,9 @@ class Comparison:
         return None
 
     def check_flags(self):
-        """Raise ConfigError if a run of the plan has no room for its schedule, or one that is there has other flags.
+        """Raise ConfigError if a run of the plan has no room for its schedule, or an existing run has other flags.
 
-        Also those of variants that are not asked for now: the report compares with them.
+        This includes runs of variants that are not asked for now, because the report compares with them.
         """
         runs = [self.run(trial) for trial in self.trials() if trial.factor is not None]
         for run in runs:
@@ -195,7 +195,7 @@ class Comparison:
     # --- What it costs ---
 
     def measure_speeds(self):
-        """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""
+        """Measure the dense model's tokens per second at every size, from existing runs or from a few steps."""
         for size in self.trained:
             if self.speed(size) is None:
                 probe = self.probe(size)
@@ -206,7 +206,7 @@ class Comparison:
                     raise RuntimeError(f"{probe.name} failed: see {probe.log}")
 
     def probe(self, size):
-        """A short run of the dense model, which tells its speed."""
+        """A short run of the dense model, to measure its speed."""
         steps = {"train-iters": PROBE_STEPS, "eval-interval": 0, "log-interval": 5}
         short = {"warmup-iters": 1, "schedule": "wsd", "decay-iters": 1}  # in place of others, too long for it
         directory = self.flags.out / "probes" / size.name
@@ -218,7 +218,7 @@ class Comparison:
     def speed(self, size):
         """Tokens per second, the median over the last intervals; None if there is no run yet. All count as dense.
 
-        Runs with other processes or threads than those to come tell nothing, nor does a probe with other flags.
+        Runs with other processes or threads than those to come do not count, nor does a probe with other flags.
         """
         out, probe = self.flags.out, self.probe(size)
         found = list(out.glob(f"runs/{size.name}/*/*/metrics.jsonl"))
@@ -234,7 +234,7 @@ class Comparison:
         return self.run(trial._replace(factor=trial.factor or 1))
 
     def hours(self, trial, speed):
-        """How long a run takes from where it is, about; FLOPs tell how much slower than the dense model it is."""
+        """About how long the rest of a run takes. FLOPs say how much slower than the dense model it is."""
         run, config = self.likely_run(trial), self.config(trial.size, trial.variant)
         cost, dense = (flops_per_token(each.model, each.run.seq_length)["active"]
                        for each in (config, self.config(trial.size, self.table.variants[0])))  # fmt: skip
@@ -243,7 +243,7 @@ class Comparison:
         return OVERHEAD * tokens * cost / dense / speed / 3600
 
     def describe_plan(self):
-        """Print what is there, what fits into the hours, and what is left out."""
+        """Print what is complete, what fits into the hours, and what is left out."""
         there, planned, left_out = 0, {}, {}
         free = [0.0] * jobs_of(self.flags)  # when each job ends
         speeds = {size: self.speed(size) for size in self.table.sizes}

@@ -3,12 +3,12 @@
     python studies/ladder.py OUT --data-dir DIR [--rungs 1M 3M 10M] [--tokens-per-parameter 20] [FLAGS]
     python studies/ladder.py OUT --data-dir DIR --widths 128 256 512 [--rates R ...] [FLAGS]
 
-``launch/ladder.sh`` calls it; docs/history/ladder.md describes it. FLAGS of moh_lm.pretrain win over its own. A size is
-trained once, with --schedule wsd, for the largest budget. The others branch off where their decay begins, and equal
-runs that were to end there. With --widths it trains one depth at several widths and learning rates, with and without
---base-width. The directories below OUT are all that is remembered (runs.py).
+``launch/ladder.sh`` calls it; docs/history/ladder.md describes it. FLAGS of moh_lm.pretrain override its own. Each size
+is trained once, with --schedule wsd, for the largest budget. The smaller budgets branch off where their decay begins,
+and give the same result as runs planned for them. With --widths it trains one depth at several widths and learning
+rates, with and without --base-width. Nothing but the directories below OUT records what was trained (runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
+Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from subprocess import CalledProcessError
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import GOES_ON, run_command
+from moh_lm.cli.command import RESUMES, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.config.presets import SIZES
@@ -32,7 +32,7 @@ RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
 def main(texts):
     failures = (OSError, CalledProcessError)
-    return run_command("ladder", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True)
+    return run_command("ladder", parse_arguments, run, texts, failures=failures, interrupted=RESUMES, trains=True)
 
 
 def parse_arguments(texts):
@@ -40,13 +40,13 @@ def parse_arguments(texts):
     parser = Parser(prog="python studies/ladder.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add_flags(parser)
     add = parser.add_argument
-    add("--rungs", nargs="+", metavar="SIZE", default=["1M", "3M", "10M"], choices=SIZES, help="of --preset, by size")
-    add("--tokens-per-parameter", type=above_0, metavar="X", default=20, help="of the largest budget (default: 20)")
+    add("--rungs", nargs="+", metavar="SIZE", default=["1M", "3M", "10M"], choices=SIZES, help="sizes, as for --preset")
+    add("--tokens-per-parameter", type=above_0, metavar="X", default=20, help="largest budget (default: 20)")
     add("--widths", type=at_least(32), metavar="N", nargs="+", help="compare learning rates at these widths instead, "
         "multiples of 32")  # fmt: skip
     add("--rates", type=above_0, metavar="X", nargs="+", default=RATES, help="learning rates for --widths (default: "
         "3e-3 / 4 to x 4)")  # fmt: skip
-    add("--dry-run", action="store_true", help="show the command of each size and what it would do, and end")
+    add("--dry-run", action="store_true", help="show the command for each size and what it would do, and exit")
     instead = dict.fromkeys(("--train-iters", "--train-tokens", "--schedule"), "--tokens-per-parameter")
     if any(text.partition("=")[0] == "--widths" for text in texts):
         instead |= {"--learning-rate": "--rates", "--hidden-size": "--widths", "--base-width": "--widths"}
@@ -55,7 +55,7 @@ def parse_arguments(texts):
         instead |= dict.fromkeys(("--decay-iters", "--save-interval", "--keep-last"), branching)
     flags = read_flags(parser, texts, "ladder", {**instead, "--preset": "--rungs or --widths"})
     if flags.rates is not RATES and not flags.widths:
-        raise ConfigError(["--rates: are those of --widths; add it, or give --learning-rate"])
+        raise ConfigError(["--rates: needs --widths; add it, or give --learning-rate"])
     raise_any([f"--widths {width}: must be a multiple of 32" for width in flags.widths or () if width % 32])
     flags.rungs = sorted({*flags.rungs}, key=SIZES.index)
     flags.widths, flags.rates = list(dict.fromkeys(flags.widths or ())), list(dict.fromkeys(flags.rates))

@@ -7,19 +7,28 @@ from studies.results import final_loss, flops, read_run, write_table
 
 def write(out):
     """Write OUT/REPORT.md: a row for every complete run OUT/runs/SIZE/tokens-R, R being tokens per parameter."""
-    paths = [path.parent for path in out.glob("runs/*/tokens-*/config.json")]
-    found = [(path, run) for path in paths if (run := read_run(path))]
-    found.sort(key=lambda each: (SIZES.index(each[0].parent.name), float(each[0].name.removeprefix("tokens-"))))
+    paths = [path.parent for path in out.glob("runs/*/tokens-*/config.json") if place_of(path.parent)]
     rows = []
-    for path, run in found:
+    for path in sorted(paths, key=place_of):
+        run = read_run(path)
+        if not run:
+            continue
         tokens = run["config"].run.train_iters * run["config"].run.tokens_per_iteration
         numbers = f"{tokens:,}", f"{flops(run) * tokens:.3g}", f"{final_loss(run):.4f}"
         rows.append([path.parent.name, path.name.removeprefix("tokens-"), *numbers])
     publish(out / "REPORT.md", write_table(["size", "tokens per parameter", "tokens", "FLOPs", "loss"], rows))
 
 
+def place_of(path):
+    """(place of the size, tokens per parameter) of a run's directory; None for any other."""
+    try:
+        return SIZES.index(path.parent.name), float(path.name.removeprefix("tokens-"))
+    except ValueError:
+        return None
+
+
 def write_widths(out):
-    """Write OUT/WIDTHS.md and OUT/widths.png: loss against learning rate at every width, with and without."""
+    """Write OUT/WIDTHS.md and OUT/widths.png: loss against learning rate by width, with and without a base width."""
     found = {}
     for path in sorted(out.glob("runs/width-*/config.json")):
         if run := read_run(path.parent):

@@ -1,6 +1,6 @@
 """Pictures of tables of runs: curves.png, multipliers.png and heads.png, if matplotlib is installed.
 
-table: {size: {variant: {seed: run}}} of report.py. A form keeps its colour, a budget of heads has a line.
+table: {size: {variant: {seed: run}}} of report.py. Each form has a colour, each budget of heads a line style.
 """
 
 from statistics import mean

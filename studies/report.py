@@ -26,7 +26,7 @@ from studies.results import (
     interval,
     read_run,
     results_table,
-    told_apart,
+    significance,
 )
 from studies.table import TUNING_SEED
 
@@ -52,7 +52,7 @@ def write(out, table):
 def read_runs(directory, table):
     """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the table.
 
-    And {size: [words on a run that diverged]}, but for those that tune.
+    Also {size: [words about a run that diverged]}, without those that tune.
     """
     found, diverged = {}, {}
     for size in table.sizes:
@@ -100,7 +100,7 @@ def alike(variants, left_out):
 
 
 def usual(values):
-    """The most frequent one; None of none."""
+    """The most frequent of ``values``; None if there are none."""
     return next((value for value, _ in Counter(values).most_common(1)), None)
 
 
@@ -118,7 +118,7 @@ def tokens_of(run):
 
 
 def tokens_of_dense(points, loss):
-    """(T at which the dense model ends at ``loss``, whether it lies between the points); None if they tell nothing.
+    """(T at which the dense model ends at ``loss``, whether it lies between the points); None if they do not say.
 
     points: {T: loss} of dense runs, at least two, lower with more tokens. Linear in ln T between neighbours, and
     beyond the first and the last two.
@@ -168,8 +168,8 @@ def markdown(sizes, factors, table, tuned, left_out):
         "token with the heads that it uses; with top-p or ReLU those of the last interval. To dense, to static: mean",
         "of the differences seed by seed with its 90% interval of Student's distribution, to all heads and to as many",
         "heads that are always the same. Seeds are all that it takes into account: not another corpus, size or",
-        "length of training. Of ten comparisons where nothing differs, one is told apart by chance, and one seed tells",
-        "nothing apart.",
+        "length of training. Of ten comparisons without a true difference, one appears significant by chance, and one",
+        "seed alone shows nothing.",
         "",
     ]
     lines += [
@@ -182,7 +182,7 @@ def markdown(sizes, factors, table, tuned, left_out):
 
 
 def summary(sizes, factors):
-    """Of each form and size, the difference to dense and the multiplier in tokens."""
+    """The difference to dense and the multiplier in tokens, for each form and size."""
     rows = []
     for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
         rows.append([name])
@@ -197,7 +197,7 @@ def answers(variants, questions):
     rows = []
     for name, against, question in questions:
         if found := differences(variants.get(name, {}), variants.get(against, {})):
-            rows.append([name, against, question, str(len(found)), *told_apart(found)])
+            rows.append([name, against, question, str(len(found)), *significance(found)])
     return [*results.write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
 
 
@@ -233,7 +233,7 @@ def size_section(size, heads, variants, found):
 
 
 def static_of(variants, name):
-    """The runs with the same number of heads, which are always the same; none of static itself and of all heads."""
+    """The static runs with as many heads; none for static itself and for all heads."""
     form, _, share = name.partition("-")
     return variants.get(f"static-{share}", {}) if form != "static" else {}
 
@@ -242,7 +242,7 @@ def difference(runs, against):
     """The difference of the losses seed by seed, in words; empty if no seed is in both."""
     found = differences(runs, against)
     pairs = f" ({len(found)} of {len(runs)} seeds)" if len(found) < len(runs) else ""
-    return ", ".join(told_apart(found)) + pairs if found else ""
+    return ", ".join(significance(found)) + pairs if found else ""
 
 
 def shown(found, factor):
@@ -253,7 +253,7 @@ def shown(found, factor):
 
 
 def tuning_section(tuned, size):
-    """Of each form, the final loss at every factor of the learning rate that was tried; the best in bold."""
+    """The final loss of each form at every factor of the learning rate that was tried; the best is bold."""
     if not tuned:
         return
     factors = sorted({factor for losses in tuned.values() for factor in losses})

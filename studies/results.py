@@ -11,9 +11,10 @@ with a confidence of 90%, seeds being all that varies.
 
 import math
 import re
+import sys
 from statistics import mean, stdev
 
-from moh_lm.config import Config
+from moh_lm.config import Config, ConfigError
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.monitor.events import complete_rows
 
@@ -22,12 +23,16 @@ STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812,
 
 
 def read_run(directory):
-    """A run; None if it is not complete, or a loss at its end is not finite.
+    """A run. None if it is not complete or a loss at its end is not finite, or, with a note, if its config.json is bad.
 
     {"config", "evaluations": {step: {source: loss in nats per token}}, "rows": of metrics.jsonl, "active_heads":
     {layer: heads of a token} in the last interval, with --routing-top-p and --routing relu only}.
     """
-    config = Config.load(directory / "config.json")
+    try:
+        config = Config.load(directory / "config.json")
+    except ConfigError as error:
+        print(f"left out: {error.problems[0]}", file=sys.stderr)
+        return None
     final = final_evaluation(directory, config.run.train_iters)
     if not final or None in final.values():
         return None
@@ -42,14 +47,26 @@ def read_run(directory):
 
 
 def factor_and_seed(directory):
-    """(factor of the learning rate, seed) of the directory of a run, rate-FACTOR-seed-N; None of any other."""
-    found = re.fullmatch(r"rate-([\d.e+-]+)-seed-(\d+)", directory.name)
-    return found and (float(found[1]), int(found[2]))
+    """(factor of the learning rate, seed) of a run's directory, rate-FACTOR-seed-N; None for any other."""
+    found = re.fullmatch(r"rate-(\d[\d.e+-]*)-seed-(\d{1,18})", directory.name)
+    try:
+        factor, seed = float(found[1]), int(found[2])
+    except (TypeError, ValueError):
+        return None
+    return (factor, seed) if directory.name == run_name(factor, seed) else None
+
+
+def run_name(factor, seed):
+    """The name of a run's directory, which ``factor_and_seed`` reads."""
+    return f"rate-{factor:g}-seed-{seed}"
 
 
 def has_diverged(directory):
     """Whether the run gave up, or its last losses are not finite."""
-    final = final_evaluation(directory, Config.load(directory / "config.json").run.train_iters)
+    try:
+        final = final_evaluation(directory, Config.load(directory / "config.json").run.train_iters)
+    except ConfigError:
+        return False
     return None in final.values() if final else events(directory)[-1:] == ["failed"]
 
 
@@ -64,7 +81,7 @@ def metrics(run):
 
 
 def final_evaluation(run, iterations):
-    """The losses of the run's sources after ``iterations``; None if it has not come so far."""
+    """The losses of the run's sources after ``iterations``; None if it has not got so far."""
     rows = [row for row in metrics(run) if "evaluation" in row and row["step"] == iterations]
     return rows[-1]["evaluation"] if rows else None
 
@@ -75,7 +92,7 @@ def final_losses(run):
 
 
 def final_loss(run):
-    """Their mean over sources."""
+    """The mean over sources of a run's final losses."""
     return mean(final_losses(run).values())
 
 
@@ -115,12 +132,12 @@ def results_table(variants, reference, before, after):
     return write_table(["", "heads", *titles], rows)
 
 
-def told_apart(differences):
-    """(their mean and half of its interval, what follows from it)."""
+def significance(differences):
+    """(the mean difference and half its interval, in words; the verdict)."""
     center, width = interval(differences)
     if width == math.inf:
         return f"{center:+.4f}", "one seed"
-    verdict = "not told apart" if abs(center) <= width else "better" if center < 0 else "worse"
+    verdict = "not significant" if abs(center) <= width else "better" if center < 0 else "worse"
     return f"{center:+.4f} ± {width:.4f}", verdict
 
 
@@ -137,7 +154,7 @@ def spread(values):
 
 
 def flops(run):
-    """Of training on a token, with the heads that it uses."""
+    """FLOPs of training on a token, with the heads that it uses."""
     return flops_per_token(run["config"].model, run["config"].run.seq_length, run["active_heads"])["active"]
 
 

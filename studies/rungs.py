@@ -16,7 +16,7 @@ DECAY = 5  # a budget over this is its decay, so that all decays begin at a mult
 
 
 def iterations(arguments, size, flags):
-    """Those of the largest budget, which every part and every decay divides."""
+    """Iterations of the largest budget, which every part and every decay divides."""
     tokens, unit = parse_config([*arguments, "--train-iters", "1"])[0].run.tokens_per_iteration, max(PARTS) * DECAY
     return unit * math.ceil(flags.tokens_per_parameter * parameters(size) / tokens / unit)
 
@@ -56,7 +56,7 @@ def width_runs(flags):
 
 
 def dry_run(run):
-    """Show a command, and what it would do; returns its exit code."""
+    """Show a command and what it would do; return its exit code."""
     command = [sys.executable, "-m", "moh_lm.pretrain", *run.arguments, "--dry-run"]
     print("+", shlex.join(["python", *command[1:]]), flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode

@@ -1,8 +1,9 @@
 """Runs of moh_lm.pretrain for a table: several at a time, each with its own directory and log.
 
-The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
-iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
-flags of the run and a hash of what it reads, so that none goes on with others, and with what else its speed depends on.
+Nothing but the directories records what was trained. A run is complete if its metrics.jsonl has an evaluation after the
+last iteration; one that was stopped resumes from its last checkpoint. DIRECTORY.log beside the directory begins with
+the flags of the run and a hash of what it reads, so that none resumes with others, and with what else its speed depends
+on. Where the log is missing, the run's own files tell what it trained (``contradiction``).
 Runs at the same time have GPUs or threads of their own.
 """
 
@@ -16,14 +17,21 @@ from typing import NamedTuple
 
 import torch
 
-from moh_lm.config import ConfigError
+from moh_lm.checkpoint.directory import list_steps
+from moh_lm.config import Config, ConfigError
+from moh_lm.flags import parse_config
+from moh_lm.monitor.events import complete_rows
+from moh_lm.run.state import read_state
+from moh_lm.run.text import open_data
 from moh_lm.supervise.run_directory import lock_run_directory
-from studies.results import events, final_evaluation
+from studies.results import events, final_evaluation, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
 STOPPED = 75  # asked to stop, and has saved
 INPUTS = b"\nreads: sha256 "
+PLACES = ("data_dir", "checkpoint_dir")  # settings that may change when OUT moves
+OF_BRANCHES = ("train_iters", "train_tokens", "decay_iters")  # settings of a branch that its stable run has not
 OF_EVENTS = {"failed": DIVERGED, "stopped": STOPPED}  # torchrun makes 1 of either; the run's last event tells
 
 
@@ -51,12 +59,54 @@ def as_flags(values):
 def check_flags(runs, out):
     """Raise ConfigError if one of ``runs`` was begun with other flags, or other text, than it would have now."""
     for run in runs:
+        if not run.log.exists() and (found := contradiction(run)):
+            advice = "restore the log, move the run away, or choose another OUT"
+            raise ConfigError([f"{run.directory}: its .log is missing, and {found}; {advice}"])
         if differs(run, out):
-            advice = "which stand in its first line; choose another OUT"
+            advice = "as its first line says; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
         if run.log.exists() and inputs(run) not in run.log.read_bytes():
             changed = "what --data-dir or --config names has changed since its run began"
             raise ConfigError([f"{run.log}: {changed}; choose another OUT"])
+
+
+def contradiction(run):
+    """Why a run without a log is not the one that would be trained now: its settings, its data or its code; or None.
+
+    A run that has not begun says nothing, nor does a branch of a ladder, which has a checkpoint of its stable run.
+    """
+    steps = list_steps(run.directory / "checkpoints")
+    recorded = next((path for path in (run.directory, *steps[:1]) if (path / "config.json").exists()), None)
+    if recorded is None:
+        return "no config.json says what it trained" if metrics(run.directory) else None
+    try:
+        was = Config.load(recorded / "config.json").to_dict()
+        now = parse_config([*run.arguments, "--checkpoint-dir", str(run.log)])[0]  # where no run lends its model
+        ignored = {*PLACES, *now.moving, *(OF_BRANCHES if recorded != run.directory else ())}
+        if other := [name for name, value in now.to_dict().items() if name not in ignored and was[name] != value]:
+            return f"its config.json has another {', '.join(other)}"
+        if steps:
+            state = read_state(steps[0])
+            if changes := open_data(now, [], False)[1].changes(state["data"], state["consumed_samples"]):
+                return f"it has read other data: {changes[0]}"
+    except (ConfigError, OSError) as error:
+        return f"what it trained cannot be compared ({error})"
+    if run.is_complete() and not steps:
+        return "no checkpoint says which data it has read"
+    starts = [row.get("commit") for _, row in complete_rows(run.directory / "events.jsonl")]
+    known, now = [text for text in starts if isinstance(text, str)], commit()
+    if known and now and not now.startswith(known[-1]):  # git may shorten it
+        return f"it was trained by commit {known[-1][:12]}, while this is {now[:12]}"
+    return None
+
+
+def commit():
+    """The commit of this checkout; None where git does not say. Changes that are not committed are not seen."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def inputs(run):
@@ -97,9 +147,9 @@ def jobs_of(flags):
 
 
 def shares(jobs, ranks):
-    """What the environment of each job has of its own: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
+    """The own part of each job's environment: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
 
-    With too few GPUs for all jobs, some share theirs. A job alone has what there is."""
+    With too few GPUs for all jobs, some share theirs. A single job has everything."""
     count = torch.cuda.device_count()
     names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     parts = [",".join(names[first : first + ranks]) for first in range(0, count - ranks + 1, ranks)]
@@ -146,7 +196,7 @@ def train_all(next_run, jobs, ranks=1):
             if ranks > 1 and code == 1:
                 code = OF_EVENTS.get(next(reversed(events(run.directory)[before:]), None), code)
             process.returncode = codes[run.directory] = code
-            words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
+            words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: run the same command again to resume"}
             print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
     finally:
         for process, *_ in busy.values():  # this program was interrupted; a run saves before it ends
@@ -156,7 +206,7 @@ def train_all(next_run, jobs, ranks=1):
 
 
 def exit_code(codes):
-    """That of the table, from {directory: exit code}: ``STOPPED`` if runs only stopped; failed runs are named."""
+    """The table's exit code, from {directory: exit code}: ``STOPPED`` if runs only stopped; failed runs are named."""
     for directory, code in codes.items():
         if code not in (0, STOPPED):
             print(f"{directory} failed with exit code {code}: see {directory}.log", file=sys.stderr)

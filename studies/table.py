@@ -1,6 +1,6 @@
 """Tables of runs that compare variants of a model: what they hold, and the flags of the commands that train them.
 
-ablation.py and atlas.py have a table each; comparison.py trains it.
+ablation.py and atlas.py each have a table, which comparison.py trains.
 """
 
 import math
@@ -11,12 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from moh_lm.cli.command import GOES_ON, run_command
+from moh_lm.cli.command import RESUMES, run_command
 from moh_lm.config import ConfigError, flag, raise_any
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.units import above_0, at_least
 
-FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
+FLAGS = "All flags of python -m moh_lm.pretrain are accepted too, and override those of the table."  # the end of --help
 TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
 
 
@@ -69,7 +69,7 @@ def numbers(values):
 
 class Size(NamedTuple):
     """rate: the learning rate that factors multiply. tokens: of a run for each parameter of the first variant, if
-    ``iterations`` are not given. layers: as of ``Variant.arguments``."""
+    ``iterations`` are not given. layers: see ``Variant.arguments``."""
 
     name: str
     heads: int
@@ -92,14 +92,14 @@ class Table(NamedTuple):
 
 
 def add_flags(parser):
-    """Those of every table of runs."""
+    """Add the flags of every table of runs."""
     add = parser.add_argument
-    add("out", type=whole_path, metavar="OUT", help="directory for runs and report")
-    add("--data-dir", type=whole_path, metavar="DIR", required=True, help="written by data_prep/tokenize.py")
-    add("--jobs", type=at_least(1), metavar="N", help="runs at a time, each with GPUs of its own (default: as many as "
+    add("out", type=whole_path, metavar="OUT", help="directory for the runs and the report")
+    add("--data-dir", type=whole_path, metavar="DIR", required=True, help="directory written by data_prep/tokenize.py")
+    add("--jobs", type=at_least(1), metavar="N", help="runs at a time, each with its own GPUs (default: as many as "
         "there are GPUs for, or 1)")  # fmt: skip
-    add("--check", action="store_true", help="say what is wrong with the flags, and end")
-    add("--report", action="store_true", help="write the report of what is complete, and end")
+    add("--check", action="store_true", help="check the flags and exit")
+    add("--report", action="store_true", help="write the report of complete runs and exit")
     add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
 
 
@@ -109,7 +109,7 @@ def factor(text):
 
 
 def add_comparison_flags(parser, variants, rates):
-    """Those of a comparison. rates: the factors that are tried for each form."""
+    """Add the flags of a comparison. rates: the factors that are tried for each form."""
     add_flags(parser)
     tables = sorted({variant.table for variant in variants} - {""})
     names = [variant.name for variant in variants]
@@ -117,13 +117,13 @@ def add_comparison_flags(parser, variants, rates):
     words = f"by name{', or all of ' if tables else ''}{', '.join(tables)} (default: {usual[0]} to {usual[-1]})"
     add = parser.add_argument
     add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
-    add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="of weights and order of "
-        "samples (default: 1 2 3)")  # fmt: skip
-    add("--rates", type=factor, metavar="X", nargs="+", default=rates, help="factors of the learning rate; of several "
-        f"the best of seed {TUNING_SEED} is used (default: {' '.join(map(str, rates))})")  # fmt: skip
-    add("--hours", type=above_0, metavar="X", default=math.inf, help="no run begins that would end later (default: no "
+    add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="seeds of weights and of the "
+        "order of samples (default: 1 2 3)")  # fmt: skip
+    add("--rates", type=factor, metavar="X", nargs="+", default=rates, help="factors of the learning rate; the best "
+        f"for seed {TUNING_SEED} is used (default: {' '.join(map(str, rates))})")  # fmt: skip
+    add("--hours", type=above_0, metavar="X", default=math.inf, help="start no run that would end later (default: no "
         "limit)")  # fmt: skip
-    add("--plan", action="store_true", help="say what would be trained, and end")
+    add("--plan", action="store_true", help="show what would be trained and exit")
 
 
 def read_flags(parser, texts, program, instead):
@@ -177,7 +177,7 @@ def whole_path(text):
 def run_comparison(name, parse, texts):
     """The exit code of the command ``name``, which trains the table that is among what ``parse`` returns."""
     failures = (RuntimeError, OSError)
-    return run_command(name, parse, train, texts, failures=failures, interrupted=GOES_ON, trains=True)
+    return run_command(name, parse, train, texts, failures=failures, interrupted=RESUMES, trains=True)
 
 
 def train(flags):

@@ -4,9 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from moh_lm import pretrain
+from moh_lm.checkpoint.manifest import describe, write_manifest
 from moh_lm.checks import config_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import write_json
 from moh_lm.run import program
 from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
@@ -87,8 +89,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
     "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
-    "--devices 64": ("--devices 64: goes with --dry-run",),
-    "--device-name H100": ("--device-name H100: goes with --dry-run",),
+    "--devices 64": ("--devices 64: needs --dry-run",),
+    "--device-name H100": ("--device-name H100: needs --dry-run",),
     "--devices 0 --dry-run": ("--devices 0: must be 1 or above",),
     "--device-name RTX-9 --dry-run": ("--device-name RTX-9: is not known", "H100"),
     "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
@@ -198,6 +200,18 @@ def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, refused
     (tmp_path / "file").touch()
     (problem,) = refused(*REQUIRED, "--data-dir", data_dir, *TINY, "--checkpoint-dir", tmp_path / "file")
     assert "--checkpoint-dir" in problem and "give another directory" in problem
+
+
+@pytest.mark.parametrize("flags", ["--num-layers 4", "--num-attention-heads 3 --hidden-size 48", "--vocab-size 32"])
+def test_a_flag_of_another_model_is_all_that_is_refused(flags, tmp_path, refused, data_dir):
+    """Not what it would make of the other settings of the run: its heads and windows by layer, or its tokenizer."""
+    step = tmp_path / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    write_json(step / "config.json", parse(*TINY, *"--num-layers 2 --num-attention-heads 8".split()).to_dict())
+    write_manifest(step, {"config.json": describe(step / "config.json")})
+    problems = refused(*REQUIRED, *TINY, "--data-dir", data_dir, "--checkpoint-dir", tmp_path, *flags.split())
+    given = [text[2:].replace("-", "_") for text in flags.split()[::2]]
+    assert sorted(given) == [text.partition(f"cannot resume from {step}: ")[2].split()[0] for text in problems]
 
 
 @pytest.mark.parametrize(

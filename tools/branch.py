@@ -3,10 +3,10 @@
     python tools/branch.py RUN --at STEP --decay-iters N --output BRANCH
 
 copies a verified checkpoint of a run with --schedule wsd into a new run directory, and prints the flags that let the
-run's own command go on there: N iterations of decay, then the end (docs/training.md). Add --decay-mix for other data in
+run's own command continue there with N iterations of decay (docs/training.md). Add --decay-mix to use other data during
 the decay.
 
-Exit codes: 0; 2 an argument or the checkpoint has to be mended.
+Exit codes: 0; 2 an argument or the checkpoint must be fixed.
 """
 
 import shlex
@@ -31,9 +31,10 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/branch.py", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory with --schedule wsd")
-    parser.add_argument("--at", type=at_least(0), required=True, metavar="STEP", help="a checkpoint before its decay")
-    parser.add_argument("--decay-iters", type=at_least(1), required=True, metavar="N", help="iterations of the decay")
-    parser.add_argument("--output", type=output_path, required=True, metavar="BRANCH", help="run directory to be made")
+    parser.add_argument("--at", type=at_least(0), required=True, metavar="STEP", help="step of a checkpoint before "
+                        "the decay")  # fmt: skip
+    parser.add_argument("--decay-iters", type=at_least(1), required=True, metavar="N", help="length of the decay")
+    parser.add_argument("--output", type=output_path, required=True, metavar="BRANCH", help="run directory to create")
     return parser.parse_args(texts)
 
 
@@ -45,16 +46,18 @@ def run(arguments):
     steps = list_steps(checkpoints)
     if step not in steps:
         there = ", ".join(path.name.removeprefix("step-") for path in reversed(steps))
-        raise ConfigError([f"--at {arguments.at}: {checkpoints} has no such step; it has {there or 'none'}"])
+        raise ConfigError([f"--at {arguments.at}: {checkpoints} has no such step; its steps are {there or 'none'}"])
     config = Config.load(step / "config.json")
     optimizer, train_iters = config.optimizer, config.run.train_iters
     if optimizer.schedule != "wsd":
-        raise ConfigError([f"{step}: was trained with --schedule {optimizer.schedule}; only wsd has branches"])
+        raise ConfigError([f"{step}: was trained with --schedule {optimizer.schedule}; only runs with wsd can branch"])
     first, last = optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)  # the rate is at its peak
     if not first <= arguments.at <= last:
-        raise ConfigError([f"--at {arguments.at}: the rate of the run is stable from step {first} to {last}"])
+        constant = f"the learning rate is constant from step {first} to {last} only; choose one of these"
+        raise ConfigError([f"--at {arguments.at}: {constant}"])
     if lower := steps_below_the_peak(arguments.run / "metrics.jsonl", optimizer, arguments.at):
-        raise ConfigError([f"--at {arguments.at}: the run had decayed at step {lower[0]}; give a step before that"])
+        decayed = f"the learning rate had already decayed at step {lower[0]}; give an earlier step"
+        raise ConfigError([f"--at {arguments.at}: {decayed}"])
     if config.model.after(arguments.at + arguments.decay_iters) != config.model:
         warmup = f"--dense-warmup-iters {config.model.heads.dense_warmup_iters}"
         raise ConfigError([f"--at {arguments.at}: the branch would end in the run's {warmup}; give a later step"])
@@ -62,14 +65,14 @@ def run(arguments):
         raise ConfigError([f"--output {arguments.output}: lies among the checkpoints of RUN; give another directory"])
     if list_steps(arguments.output / "checkpoints"):
         raise ConfigError([f"--output {arguments.output}: has checkpoints already; give another directory"])
-    print(f"copied to {copy(step, arguments.output / 'checkpoints')}; the run's own command goes on with")
+    print(f"copied to {copy(step, arguments.output / 'checkpoints')}; to continue, add to the run's command")
     end, place = arguments.at + arguments.decay_iters, shlex.quote(str(arguments.output))
     print(f"    --checkpoint-dir {place} --train-iters {end} --decay-iters {arguments.decay_iters}")
 
 
 def steps_below_the_peak(path, optimizer, last):
     """The steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak, and has been higher:
-    a run that went on with a higher peak has not decayed."""
+    a run that was resumed with a higher peak has not decayed."""
     rows = [row for _, row in complete_rows(path) if optimizer.warmup_iters < row["step"] <= last]
     found, highest = [], 0.0
     for row in (row for row in rows if "learning_rate" in row):

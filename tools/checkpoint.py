@@ -2,11 +2,11 @@
 
     python tools/checkpoint.py COMMAND --help
 
-docs/checkpoints.md has a line for each. Where a step is wanted, a run directory is its newest step. Every command but
-`list` and `show --quick` reads and hashes every byte of a checkpoint before it believes it.
+docs/checkpoints.md has an example of each. Where a step is expected, a run directory stands for its newest step. Every
+command but `list` and `show --quick` reads every byte of a checkpoint and compares its hashes first.
 
 Exit codes: 0 done, or sound, or equal; 1 `verify` found damage, or `diff` a difference; 2 an argument or a checkpoint
-has to be mended, or a file could not be written, and nothing was.
+must be fixed, or a file could not be written, and nothing was.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.units import at_least
 
-POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # of state.json: what goes on
+POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # in state.json
 
 
 def main(texts):
@@ -42,22 +42,23 @@ def parse_arguments(texts):
             added.add_argument(path.lower(), metavar=path, type=output_path if written else Path)
         return added
 
-    lists = add("list", "all checkpoints of a run, damaged and half-written ones too; looks at sizes only", "RUN")
-    verifies = add("verify", "read every byte, and check that the model is there whole and finite", "RUN_OR_STEP")
+    lists = add("list", "list all checkpoints of a run, also damaged and unfinished ones; checks sizes only", "RUN")
+    verifies = add("verify", "read every byte, and check that the model is complete and finite", "RUN_OR_STEP")
     verifies.add_argument("--all", action="store_true", help="every step of the run (default: the newest)")
-    shows = add("show", "configuration, position, data, files, and the hash of the state", "RUN_OR_STEP")
-    shows.add_argument("--parameters", action="store_true", help="shape and norms of every parameter too")
-    shows.add_argument("--quick", action="store_true", help="only what needs no reading of the large files")
+    shows = add("show", "show configuration, position, data, files, and the hash of the state", "RUN_OR_STEP")
+    shows.add_argument("--parameters", action="store_true", help="also show the shape and norms of every parameter")
+    shows.add_argument("--quick", action="store_true", help="skip what needs the large files to be read")
     compares = add("diff", "compare configuration, position, weights and moments of two checkpoints", "A", "B")
-    listed = "parameters listed; 0: all (default: %(default)s)"
+    listed = "number of parameters to list; 0: all (default: %(default)s)"
     compares.add_argument("--top", type=at_least(0), default=20, metavar="N", help=listed)
     for command in (lists, shows, compares):
-        command.add_argument("--json", action="store_true", help="everything, as one JSON object")
-    add("copy", "copy a step, verified on both sides, into a run or another directory", "STEP", "DEST")
-    joins = add("consolidate", "the whole parameters, under their Hugging Face names, in one file", "STEP", "FILE")
-    joins.add_argument("--moments", action="store_true", help="add exp_avg/NAME and exp_avg_sq/NAME, in float32")
+        command.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    add("copy", "copy a step into a run or another directory, and verify both copies", "STEP", "DEST")
+    joins = add("consolidate", "write the whole parameters to one file, under their Hugging Face names", "STEP", "FILE")
+    joins.add_argument("--moments", action="store_true", help="also write exp_avg/NAME and exp_avg_sq/NAME, in float32")
     dtypes = ("float32", "bfloat16")
-    joins.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
+    joins.add_argument("--dtype", default="float32", choices=dtypes, help="precision of the weights (default: "
+                       "%(default)s)")  # fmt: skip
     return parser.parse_args(texts)
 
 
@@ -70,13 +71,13 @@ def run_list(arguments):
 
     directory = arguments.run / "checkpoints"
     if not directory.is_dir():
-        raise ConfigError([f"{arguments.run}: no run directory: it has no checkpoints/"])
+        raise ConfigError([f"{arguments.run}: is not a run directory, since it has no checkpoints/; give one"])
     pointer = directory / "latest"
     latest = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
     rows = []
     entries = sorted(directory.iterdir(), key=lambda path: (len(path.name), path.name))
     for entry in (entry for entry in entries if entry != pointer):
-        with contextlib.suppress(FileNotFoundError):  # a run that goes on removes steps, and renames them
+        with contextlib.suppress(FileNotFoundError):  # a run in progress removes steps, and renames them
             row = describe_entry(entry, latest)
             rows += [row] if entry.exists() else []
     steps = [step.name for step in list_steps(directory)]
@@ -86,9 +87,9 @@ def run_list(arguments):
     print(f"{'name':<20}{'bytes':>18}  {'written (UTC)':<21}{'layout':<28}state")
     for row in rows:
         print(f"{row['name']:<20}{row['bytes']:>18,}  {row['written']:<21}{words(row['layout']):<27} {row['state']}")
-    goes_on = f"a run goes on from {steps[0]}, if it is sound" if steps else "there is nothing to go on from"
+    resumes = f"a run resumes from {steps[0]} if it is sound" if steps else "there is nothing to resume from"
     if latest not in steps[:1]:
-        print(f"latest names {latest}; {goes_on}" if latest else f"there is no latest; {goes_on}")
+        print(f"latest names {latest}; {resumes}" if latest else f"there is no latest; {resumes}")
 
 
 def run_verify(arguments):
@@ -154,7 +155,8 @@ def run_diff(arguments):
     first, second = (read.Step(read.locate(path)[0]) for path in (arguments.a, arguments.b))
     programs = first.config.program, second.config.program
     if len(set(programs)) > 1:
-        raise ConfigError([f"{second.path}: is of {programs[1]}, and A of {programs[0]}; give steps of one program"])
+        others = f"was written by {programs[1]}, and A by {programs[0]}"
+        raise ConfigError([f"{second.path}: {others}; give two steps of one program"])
     configs = first.config.to_dict(), second.config.to_dict()
     rows = read.changes(first, second)
     shapes = {name: [step.shapes.get(name) for step in (first, second)] for name in (*first.shapes, *second.shapes)}
@@ -181,7 +183,7 @@ def run_diff(arguments):
 def run_copy(arguments):
     from tools.checkpoints.write import copy
 
-    print(f"copied to {copy(arguments.step, arguments.dest)}; what was read and what was written has the right hashes")
+    print(f"copied to {copy(arguments.step, arguments.dest)}; the hashes of both copies are right")
 
 
 def run_consolidate(arguments):

@@ -4,15 +4,16 @@
 
 LATENTS is then a --data-dir of `python -m moh_lm.vision dit` (moh_lm/vision/latents.py has its form). The autoencoder
 is an AutoencoderKL in diffusers' form, such as stabilityai/sd-vae-ft-ema. A GPU is used if there is one. Threads read
-images some batches ahead of the encoder. After a stop the same command goes on: latents.partial says how many images
-are on the disk, and of what; a start with other images, settings or another autoencoder is refused.
+images some batches ahead of the encoder. After a stop the same command resumes: latents.partial says how many images
+are on the disk and how they were made. Other images, settings or another autoencoder are refused.
 
-Exit codes: 0; 1 an image or file cannot be read or written; 2 an argument has to be mended; 130 after Ctrl-C.
+Exit codes: 0; 1 an image or file cannot be read or written; 2 an argument must be fixed; 130 after Ctrl-C.
 """
 
 import hashlib
 import os
 import sys
+import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import GOES_ON, output_path, run_command
+from moh_lm.cli.command import RESUMES, output_path, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
@@ -28,31 +29,36 @@ from moh_lm.units import at_least
 
 AHEAD = 4  # batches that are read before they are encoded
 FLUSHED = 50  # batches after which the disk has all
+WORDS = {"sha256": "image names", "sampled": "image files"}  # for the facts whose names do not speak
 
 
 def main(texts):
     failures = (OSError, ShardError)
     return run_command(
-        "encode_latents", parse_arguments, run, texts, failures=failures, extra="vision", interrupted=GOES_ON
+        "encode_latents", parse_arguments, run, texts, failures=failures, extra="vision", interrupted=RESUMES
     )
 
 
 def parse_arguments(texts):
     parser = Parser(prog="python tools/encode_latents.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--images", required=True, metavar="DIR_OR_TAR", help="directory or tar of class folders")
-    parser.add_argument("--vae", type=Path, required=True, metavar="DIR", help="directory of an AutoencoderKL")
-    parser.add_argument("--image-size", type=at_least(1), required=True, metavar="S", help="pixels of a side")
-    parser.add_argument("--output", type=output_path, required=True, metavar="LATENTS", help="directory to be made")
-    parser.add_argument("--batch-size", type=at_least(1), default=32, metavar="N", help="images at once (%(default)s)")
-    parser.add_argument("--dtype", choices=("fp16", "fp32"), default="fp16", help="of the latents (%(default)s)")
+    parser.add_argument("--images", required=True, metavar="DIR_OR_TAR", help="class folders, in a directory or a tar")
+    parser.add_argument("--vae", type=Path, required=True, metavar="DIR", help="directory of an AutoencoderKL of "
+                        "diffusers")  # fmt: skip
+    parser.add_argument("--image-size", type=at_least(1), required=True, metavar="S", help="side of an image in pixels")
+    parser.add_argument("--output", type=output_path, required=True, metavar="LATENTS", help="directory to create")
+    parser.add_argument("--batch-size", type=at_least(1), default=32, metavar="N", help="images at a time "
+                        "(%(default)s)")  # fmt: skip
+    parser.add_argument("--dtype", choices=("fp16", "fp32"), default="fp16", help="precision of the latents "
+                        "(%(default)s)")  # fmt: skip
     return parser.parse_args(texts)
 
 
 def run(arguments):
     from data_prep.output import only_run
     from moh_lm.cli.devices import usable_device
+    from moh_lm.vision.images import Images
 
-    images, output = read_images(arguments.images), arguments.output
+    images, output = opened("--images", Images, arguments.images), arguments.output
     for note in images.notes:
         print(f"note: {note}")
     vae = load_vae(arguments.vae, arguments.image_size).to(usable_device(None))
@@ -60,6 +66,7 @@ def run(arguments):
         "images": len(images.labels),
         "classes": images.classes,
         "sha256": images.sha256,
+        "sampled": images.sampled,
         "image_size": arguments.image_size,
         "dtype": arguments.dtype,
         "factor": vae.config.scaling_factor,
@@ -71,10 +78,9 @@ def run(arguments):
 
 
 def encode_all(images, vae, output, facts, arguments):
-    import numpy as np
     from tqdm import tqdm
 
-    from moh_lm.vision.latents import FACTS, LABELS, PARTIAL
+    from moh_lm.vision.latents import PARTIAL
 
     done = images_done(output, facts)
     if done is None:
@@ -91,19 +97,31 @@ def encode_all(images, vae, output, facts, arguments):
                 latents.flush()
                 write_json(output / PARTIAL, {"done": done, **facts})
     latents.flush()
-    np.save(output / LABELS, images.labels)
-    write_json(output / FACTS, facts)
-    (output / PARTIAL).unlink(missing_ok=True)
+    finish(output, facts, latents, images.labels)
     print(f"wrote {output}: {done:,} images of {len(images.classes)} classes, {'x'.join(map(str, latents.shape[1:]))}")
 
 
-def read_images(path):
-    from moh_lm.vision.images import Images
+def finish(output, facts, latents, labels):
+    """Write labels, checksums and, last, the facts."""
+    import numpy as np
+    from tqdm import tqdm
 
+    from moh_lm.vision.latents import CHECKSUMS, FACTS, LABELS, PARTIAL, content_hash
+
+    rows = tqdm(latents, desc="checksums", unit="image", disable=None)
+    checksums = np.array([[zlib.crc32(part) for part in row] for row in rows], dtype=np.uint32)
+    np.save(output / LABELS, labels)
+    np.save(output / CHECKSUMS, checksums)
+    write_json(output / FACTS, {**facts, "content": content_hash(facts, labels, checksums)})
+    (output / PARTIAL).unlink(missing_ok=True)
+
+
+def opened(flag, kind, path):
+    """The ``Images`` or ``Latents`` at the path of a flag. Raises ConfigError, whose sentences begin with the flag."""
     try:
-        return Images(path)
+        return kind(path)
     except ConfigError as error:
-        raise ConfigError([f"--images {problem}" for problem in error.problems]) from error
+        raise ConfigError([f"{flag} {problem}" for problem in error.problems]) from error
 
 
 def load_vae(path, image_size):
@@ -115,7 +133,7 @@ def load_vae(path, image_size):
     vae = AutoencoderKL.from_pretrained(path, local_files_only=True).eval().requires_grad_(False)
     step = 2 ** (len(vae.config.block_out_channels) - 1)
     if image_size % step:
-        raise ConfigError([f"--image-size {image_size}: must be a multiple of {step}, by which --vae divides it"])
+        raise ConfigError([f"--image-size {image_size}: must be a multiple of {step}, by which --vae reduces images"])
     return vae
 
 
@@ -125,30 +143,33 @@ def directory_hash(path):
 
 
 def images_done(output, facts):
-    """How many images an earlier start has encoded; None: all. Raises ConfigError if it was of something else, or if
-    somebody else's files are in the way."""
+    """How many images an earlier start has encoded; None: all, and they are complete. Raises ConfigError if it was of
+    something else, or if somebody else's files are in the way."""
     import numpy as np
 
-    from moh_lm.vision.latents import FACTS, LABELS, LATENTS, PARTIAL
+    from moh_lm.vision.latents import CHECKSUMS, FACTS, LABELS, LATENTS, PARTIAL, Latents
 
     begun = (output / FACTS).exists() or (output / PARTIAL).exists()
-    for path in (output / LATENTS, output / LABELS):
+    for path in (output / LATENTS, output / LABELS, output / CHECKSUMS):
         if path.is_symlink() or (path.exists() and not begun):
-            what = "a link" if path.is_symlink() else "a file of something else"
+            what = "a link" if path.is_symlink() else "a file that this program did not write"
             raise ConfigError([f"--output {output}: {path.name} is {what}; move it, or give another directory"])
     for name in (FACTS, PARTIAL):
         if (output / name).exists():
             try:
                 found = read_json(output / name)
-                done = found.pop("done", None)
+                done, has_checksums = found.pop("done", None), found.pop("content", None)
                 if done != 0 and len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
                     raise ValueError(f"{LATENTS} has another number of images")
+                found = {"sampled": facts["sampled"], **found}  # which directories of earlier versions do not have
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError([f"--output {output}: is damaged ({error}); remove it, to encode again"]) from error
+                raise ConfigError([f"--output {output}: is damaged ({error}); remove it to encode again"]) from error
             if found != facts:
-                other = ", ".join(key for key in facts if found.get(key) != facts[key])
+                other = ", ".join(WORDS.get(key, key) for key in facts if found.get(key) != facts[key])
                 raise ConfigError([f"--output {output}: has latents of other {other}; give another directory"])
-            return done
+            if has_checksums:
+                opened("--output", Latents, output)
+            return facts["images"] if done is None and not has_checksums else done
     return 0
 
 

@@ -4,7 +4,7 @@
 
 The questions, prompts and choices are those that tools/evaluate.py puts to an export, and the ids are those of its
 tokenizer. The format is described in moh_lm/monitor/tasks.py. Tasks without choices, which generate text or ask whether
-a text would be generated (GSM8K, NQ, LAMBADA), are left out, and said.
+a text would be generated (GSM8K, NQ, LAMBADA), are left out with a note.
 """
 
 import json
@@ -30,9 +30,10 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/evaluate_prepare.py", description=__doc__.splitlines()[0])
     add_task_flags(parser)
-    words = "of the run, or its data directory"
+    words = "tokenizer of the run, or its data directory"
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help=words)
-    parser.add_argument("--output", required=True, type=output_path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--output", required=True, type=output_path, metavar="FILE", help="file to write, in JSON "
+                        "lines")  # fmt: skip
     arguments = parser.parse_args(texts)
     raise_any(task_problems(arguments))
     return arguments
@@ -57,7 +58,7 @@ def run(arguments):
                     lines += map(json.dumps, rows)
                     counts[name] = counts.get(name, 0) + len(rows)
     if not counts:
-        raise ConfigError(["--tasks: none of them has choices; choose others"])
+        raise ConfigError(["--tasks: none of these tasks has choices; choose others"])
     publish(arguments.output, ("\n".join(lines) + "\n").encode())
     for name in (name for entry in entries for name in entry.tasks):
         print(f"{name}: {counts.get(name, 'no choices, left out')}")

@@ -10,7 +10,7 @@ The second compares two sets of images, each an .npz (arr_0, uint8 [n, H, W, 3])
 Inception Score of the samples, precision and recall of Inception's features as in ADM's evaluator, by torch-fidelity.
 It has no sFID. Numbers depend on n; published ones are of 50,000 samples.
 
-Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an image has to be mended.
+Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an image must be fixed.
 """
 
 import os
@@ -40,16 +40,17 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/evaluate_vision.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("model", nargs="?", type=Path, metavar="RUN_OR_STEP", help="a classifier: run, or its checkpoints/step-N")
-    add("--images", type=Path, metavar="DIR", help="class folders for it, in a directory or a tar")
-    add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
+    add("model", nargs="?", type=Path, metavar="RUN_OR_STEP", help="run directory of a classifier, or its "
+        "checkpoints/step-N")  # fmt: skip
+    add("--images", type=Path, metavar="DIR", help="class folders, in a directory or a tar")
+    add("--weights", choices=("master", "ema"), help="weights, or their moving average (default: ema if kept)")
     add("--workers", type=at_least(0), default=min(4, os.cpu_count()), metavar="N", help="processes that read images "
         "(default: %(default)s)")  # fmt: skip
-    add("--samples", type=Path, metavar="FILE", help="drawn images: an .npz, or a directory of PNGs")
+    add("--samples", type=Path, metavar="FILE", help="generated images: an .npz, or a directory of PNGs")
     add("--reference", type=Path, metavar="FILE", help="real images, in the same form")
     add("--inception", type=Path, metavar="FILE", help=f"weights of Inception v3, from https://{INCEPTION}")
     add("--batch-size", type=at_least(1), default=64, metavar="N", help="images at a time (default: %(default)s)")
-    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
     arguments = parser.parse_args(texts)
     forms = [(arguments.model, arguments.images), (arguments.samples, arguments.reference, arguments.inception)]
     if [all(form) for form in forms] != [any(form) for form in forms] or all(forms[0]) == all(forms[1]):
@@ -82,7 +83,8 @@ def evaluate(arguments, device):
     step = find_step(arguments.model)
     config, model = load_model(step, arguments.weights)
     if config.kind != "vit":
-        raise ConfigError([f"{step}: is no classifier; draw images by tools/sample_images.py, and give --samples"])
+        draw = "draw images with tools/sample_images.py, and give them with --samples"
+        raise ConfigError([f"{step}: is not a classifier; {draw}"])
     images = Images(arguments.images)
     for note in images.notes:
         print(f"note: {note}")

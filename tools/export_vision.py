@@ -10,7 +10,7 @@ The code of the model is in DIR and needs torch, and transformers or diffusers, 
 read again and compared with the checkpoint's model, and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and nothing is there; 2 an argument
-or the checkpoint has to be mended.
+or the checkpoint must be fixed.
 """
 
 import shutil
@@ -49,9 +49,9 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/export_vision.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
-    add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
-    add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
-    add("--vae", type=Path, metavar="DIR", help="of a DiT of latents: an AutoencoderKL of diffusers, to be copied")
+    add("--output", required=True, type=output_path, metavar="DIR", help="directory to create")
+    add("--weights", choices=("master", "ema"), help="weights, or their moving average (default: ema if kept)")
+    add("--vae", type=Path, metavar="DIR", help="for a DiT of latents: directory of the AutoencoderKL to include")
     return parser.parse_args(texts)
 
 
@@ -98,9 +98,9 @@ def check_vae(path, is_classifier, config):
     try:
         channels = AutoencoderKL.load_config(path, local_files_only=True)["latent_channels"]
     except (OSError, ValueError, LookupError) as error:
-        raise ConfigError([f"--vae {path}: no AutoencoderKL of diffusers"]) from error
+        raise ConfigError([f"--vae {path}: is not an AutoencoderKL of diffusers; give its directory"]) from error
     if channels != config.in_channels:
-        raise ConfigError([f"--vae {path}: has latents of {channels} channels, the model {config.in_channels}"])
+        raise ConfigError([f"--vae {path}: has {channels} channels, and the latents of the model {config.in_channels}"])
     if not list(path.glob("*.safetensors")):
         raise ConfigError([f"--vae {path}: has no .safetensors; write it again with safe_serialization=True"])
 

@@ -7,7 +7,7 @@
 The model is the trainer's own with a key/value cache (moh_lm/inference/generate.py). Text goes to standard output,
 tokens per second to standard error. --json prints an object for each prompt instead.
 
-Exit codes: 0; 2 an argument has to be mended.
+Exit codes: 0; 2 an argument must be fixed.
 """
 
 import json
@@ -35,18 +35,20 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/generate.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="run directory, step directory, or export")
-    add("--prompt", action="append", metavar="TEXT", help="may be repeated (default: standard input)")
-    add("--max-new-tokens", type=at_least(1), default=100, metavar="N", help="of each prompt (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, metavar="X", help="0: the most likely token (default: %(default)s)")
-    add("--top-p", type=share, default=1.0, metavar="X", help="share of probability drawn from (default: %(default)s)")
-    add("--seed", type=seed, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated (default: standard input)")
+    add("--max-new-tokens", type=at_least(1), default=100, metavar="N", help="tokens per prompt (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="X", help="0: always take the most likely token (default: "
+        "%(default)s)")  # fmt: skip
+    add("--top-p", type=share, default=1.0, metavar="X", help="draw from the most likely tokens, which together have "
+        "this probability (default: %(default)s)")  # fmt: skip
+    add("--seed", type=seed, default=0, metavar="N", help="seed of the draws (default: %(default)s)")
     dtypes = ("float32", "bfloat16")
-    add("--dtype", default="float32", choices=dtypes, help="of weights and cache (default: %(default)s)")
-    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    add("--dtype", default="float32", choices=dtypes, help="precision of weights and cache (default: %(default)s)")
+    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
     backends = ("auto", "dense", "loops", "triton")
-    add("--attention-backend", default="auto", choices=backends, help="a new token reads its selected heads (triton; "
-        "on a CPU loops), all (dense), or what was faster (default: %(default)s)")  # fmt: skip
-    add("--json", action="store_true", help="an object for each prompt: prompt, text, tokens")
+    add("--attention-backend", default="auto", choices=backends, help="heads that a new token reads: triton: the "
+        "selected ones; dense: all; auto: whichever was faster (default: %(default)s)")  # fmt: skip
+    add("--json", action="store_true", help="print a JSON object for each prompt: prompt, text, tokens")
     arguments = parser.parse_args(texts)
     if not 0 <= arguments.temperature < math.inf:
         raise ConfigError([f"--temperature {arguments.temperature:g}: must be 0 or above, such as 0.8"])
@@ -56,14 +58,14 @@ def parse_arguments(texts):
         for prompt in arguments.prompt:
             prompt.encode()  # bytes that are not UTF-8 arrive as surrogates
     except UnicodeError as error:
-        raise ConfigError([f"{source}: is no text in UTF-8 ({error}); give some, or --prompt"]) from error
+        raise ConfigError([f"{source}: is not UTF-8 text ({error}); convert it, or give --prompt"]) from error
     return arguments
 
 
 def seed(text):
     value = integer(text)
     if not -(2**63) <= value < 2**64:
-        raise ValueError("must be a number of 64 bits, such as 1234")
+        raise ValueError("must be a 64-bit number, such as 1234")
     return value
 
 
@@ -81,10 +83,10 @@ def check_lengths(arguments, prompts, limit):
     problems = []
     for text, prompt in zip(arguments.prompt, prompts, strict=True):
         if not len(prompt):
-            problems.append(f"--prompt {text!r}: has no token; give some text")
+            problems.append(f"--prompt {text!r}: contains no tokens; give some text")
         elif len(prompt) + arguments.max_new_tokens > limit:
-            length = f"{len(prompt)} tokens and {arguments.max_new_tokens} new ones"
-            problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on {limit} together")
+            length = f"{len(prompt)} tokens plus {arguments.max_new_tokens} new ones are too many"
+            problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on sequences of {limit}")
     raise_any(problems)
 
 

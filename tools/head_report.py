@@ -7,7 +7,7 @@
 tools/heads/text.py says what --data accepts, docs/monitoring.md what is measured. DIR gets index.html, one file that
 needs no other, its pictures as PNG, and heads.json with all numbers.
 
-Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument has to be mended.
+Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument must be fixed.
 """
 
 import importlib.util
@@ -40,27 +40,33 @@ def parse_arguments(texts):
     add("--model", required=True, type=Path, metavar="DIR", help="run directory, step directory, or export")
     add("--data", default=[], nargs="+", action="extend", metavar="NAME=FILES", help="domains: NAME=FILES or "
         "NAME=DIR of shards, or DIR for every source of a data directory")  # fmt: skip
-    add("--suite", choices=SUITES, help="or the prompts of each task of a suite of tools/evaluate.py")
-    add("--task-data", type=Path, metavar="DIR", help="of --suite: local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
+    add("--suite", choices=SUITES, help="read the prompts of each task of this suite instead (see tools/evaluate.py)")
+    add("--task-data", type=Path, metavar="DIR", help="for --suite: local rows, DIR/TASK/SPLIT.jsonl (default: the "
+        "hub)")  # fmt: skip
     add("--tasks", nargs="+", metavar="TASK", help="only these of --suite, by the harness's names")
-    add("--output", required=True, type=output_path, metavar="DIR", help="gets index.html, pictures and heads.json")
-    add("--tokens", type=at_least(1), default=16384, metavar="N", help="of each domain (default: %(default)s)")
-    add("--seq-length", type=at_least(1), metavar="N", help="of a window (default: that of training, at most 1024)")
-    add("--text-key", default="text", metavar="KEY", help="of JSON lines and parquet (default: %(default)s)")
+    add("--output", required=True, type=output_path, metavar="DIR", help="directory for index.html, pictures and "
+        "heads.json")  # fmt: skip
+    add("--tokens", type=at_least(1), default=16384, metavar="N", help="tokens per domain (default: %(default)s)")
+    add("--seq-length", type=at_least(1), metavar="N", help="tokens per window (default: that of training, at most "
+        "1024)")  # fmt: skip
+    add("--text-key", default="text", metavar="KEY", help="key of the text in JSON lines and parquet (default: "
+        "%(default)s)")  # fmt: skip
     add("--examples", type=at_least(1), default=5, metavar="N", help="most and least specialised heads shown (default: "
         "%(default)s)")  # fmt: skip
     add("--ablation-tokens", type=at_least(0), metavar="N", help="of each domain, for the importance by ablation; 0: "
         "leave it out (default: 2048 with --l0 and for models without routed heads, else 0)")  # fmt: skip
     add("--l0", type=above_0, nargs="+", default=[], metavar="X", help="penalties for each head of L0 gates that are "
         "trained on the tokens of the ablation (Voita et al. 2019), such as 0.001 0.003 0.01")  # fmt: skip
-    add("--since", type=Path, metavar="DIR", help="an earlier step directory of the run: how far each head has moved")
+    add("--since", type=Path, metavar="DIR", help="an earlier step directory, to show how far each head has moved "
+        "since")  # fmt: skip
     add("--treebank", type=Path, metavar="FILE", help="sentences in CoNLL-U, for heads that follow syntax")
-    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (default: %(default)s)")
-    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="precision of the weights (default: "
+        "%(default)s)")  # fmt: skip
+    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
     arguments = parser.parse_args(texts)
     problems = []
     if bool(arguments.data) == bool(arguments.suite):
-        problems.append("give the text by one of --data and --suite")
+        problems.append("give text with either --data or --suite")
     of_suite = {"--tasks": arguments.tasks, "--task-data": arguments.task_data}
     problems += [f"{flag}: goes with --suite" for flag, value in of_suite.items() if value and not arguments.suite]
     if arguments.l0 and arguments.ablation_tokens == 0:

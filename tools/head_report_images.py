@@ -3,12 +3,12 @@
     python tools/head_report_images.py RUN_OR_STEP --images DIR --output heads
     python tools/head_report_images.py RUN_OR_STEP --images DIR --classes 1 7 3 --number 500 --weights master
 
-DIR has held-out images, or of a MoH-DiT latents, as --validation-dir of the training. --output gets heads.json, with
-all numbers, and heads.png. A table tells of each layer with routed heads how many there are, the entropy of their
-load, the least and the most used one, and by how much classes differ; tools/heads/image_report.py has the
+DIR holds held-out images, or for a MoH-DiT latents, like --validation-dir of the training. --output receives
+heads.json, with all numbers, and heads.png. A table shows for each layer how many routed heads there are, the entropy
+of their load, the least and the most used head, and by how much classes differ; tools/heads/image_report.py has the
 formulas.
 
-Exit codes: 0; 1 an image is damaged, or a file cannot be written; 2 an argument has to be mended.
+Exit codes: 0; 1 an image is damaged, or a file cannot be written; 2 an argument must be fixed.
 """
 
 import json
@@ -35,13 +35,14 @@ def parse_arguments(texts):
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
     add("--images", required=True, type=Path, metavar="DIR", help="held-out images in class folders, or latents")
-    add("--classes", type=at_least(0), nargs="+", metavar="N", help="images of these only (default: of all)")
-    add("--number", type=at_least(1), default=2000, metavar="N", help="images, of each class in turn (default: "
-        "%(default)s)")  # fmt: skip
-    add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
+    add("--classes", type=at_least(0), nargs="+", metavar="N", help="use images of these classes only (default: all)")
+    add("--number", type=at_least(1), default=2000, metavar="N", help="images to read, from each class in turn "
+        "(default: %(default)s)")  # fmt: skip
+    add("--weights", choices=("master", "ema"), help="weights, or their moving average (default: ema if kept)")
     add("--batch-size", type=at_least(1), default=64, metavar="N", help="images at a time (default: %(default)s)")
-    add("--output", type=output_path, default="heads", metavar="DIR", help="gets both files (default: %(default)s)")
-    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    add("--output", type=output_path, default="heads", metavar="DIR", help="directory for both files (default: "
+        "%(default)s)")  # fmt: skip
+    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
     return parser.parse_args(texts)
 
 
@@ -57,7 +58,8 @@ def run(arguments):
     step = find_step(arguments.model)
     config, model = load_model(step, arguments.weights)
     if not config.model.routed_layers():
-        raise ConfigError([f"{arguments.model}: routes no heads, each token uses all; give a run that routes some"])
+        remedy = "so every token uses all of them; give a run with routed heads"
+        raise ConfigError([f"{arguments.model}: routes no heads, {remedy}"])
     source = open_source(arguments.images)
     classes = list(dict.fromkeys(arguments.classes or range(config.model.num_classes)))
     check(arguments, step, config.model, source, classes)
@@ -78,8 +80,8 @@ def check(arguments, step, model, source, classes):
     problems, known = list(image_problems(step, model, source)), model.num_classes
     problems += [f"--classes {n}: must be below {known}, the classes of the model" for n in classes if n >= known]
     if arguments.number < len(classes):
-        few = f"must be at least {len(classes)}, one of each class"
-        problems.append(f"--number {arguments.number}: {few}; or name fewer by --classes")
+        few = f"must be at least {len(classes)}, one image per class"
+        problems.append(f"--number {arguments.number}: {few}; or name fewer classes with --classes")
     raise_any(problems)
 
 

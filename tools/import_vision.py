@@ -6,7 +6,7 @@
 FILE is the authors' (.pth, .pt) or a .safetensors with the same names. Code in a file is never run. The numbers of
 classes and channels are the file's, and of a DiT the sizes of patches and of what is generated.
 
-Exit codes: 0 step 0 is in RUN; 2 an argument or the file has to be mended, or a file could not be written, and nothing
+Exit codes: 0 step 0 is in RUN; 2 an argument or the file must be fixed, or a file could not be written; then nothing
 is there under the final name.
 """
 
@@ -37,12 +37,14 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/import_vision.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="released weights")
-    add("--kind", required=True, choices=("vit", "dit"), help="of model: MoH-ViT or TransNeXt, MoH-DiT or DiT")
-    add("--preset", required=True, metavar="NAME", help="sizes and heads, such as S-80; without a number dense")
-    add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
-    add("--weights", choices=("ema", "model"), help="of a file with several: which (default: ema if it is there)")
-    add("--image-size", type=at_least(32), metavar="N", help="of a vit: pixels of a side in training, "
-        "from its first step on (default: 224)")  # fmt: skip
+    add("--kind", required=True, choices=("vit", "dit"), help="kind of model: MoH-ViT or TransNeXt, MoH-DiT or DiT")
+    add("--preset", required=True, metavar="NAME", help="sizes and heads, such as S-80; names without a number are "
+        "dense")  # fmt: skip
+    add("--output", required=True, type=output_path, metavar="RUN", help="run directory to create")
+    add("--weights", choices=("ema", "model"), help="which weights of a file that has several (default: ema if "
+        "present)")  # fmt: skip
+    add("--image-size", type=at_least(32), metavar="N", help="for a vit: side in pixels of the images it will be "
+        "trained on (default: 224)")  # fmt: skip
     return parser.parse_args(texts)
 
 
@@ -62,7 +64,8 @@ def run(arguments):
     if arguments.preset not in kind.presets:
         problems.append(f"--preset {arguments.preset}: choose one of {', '.join(kind.presets)}")
     if arguments.image_size and arguments.kind == "dit":
-        problems.append(f"--image-size {arguments.image_size}: is of --kind vit; the file of a DiT has its own")
+        remedy = "the file of a DiT has its own; leave it out"
+        problems.append(f"--image-size {arguments.image_size}: is for --kind vit only, since {remedy}")
     elif arguments.image_size:
         given = {"image_size": arguments.image_size}
         problems += vit_problems(kind.from_dict(kind.presets.get(arguments.preset, {}) | given).model)
@@ -91,8 +94,8 @@ def differences(wanted, found):
     for name, parameter in wanted.items():
         if name in found and found[name].shape != parameter.shape:
             shapes = list(found[name].shape), list(parameter.shape)
-            problems.append(f"{name}: has shape {shapes[0]} and the preset {shapes[1]}")
-    problems += [f"{name}: is no parameter of the preset" for name in found if name not in wanted]
+            problems.append(f"{name}: has shape {shapes[0]}, but {shapes[1]} in the preset")
+    problems += [f"{name}: is not a parameter of the preset" for name in found if name not in wanted]
     if len(problems) > MOST_PROBLEMS:
         more = len(problems) - MOST_PROBLEMS + 1
         problems[MOST_PROBLEMS - 1 :] = [f"{more} more parameters differ; give the --preset of the file"]

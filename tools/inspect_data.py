@@ -2,10 +2,10 @@
 
     python tools/inspect_data.py DIR [--sample N ... | --document SOURCE:N ... | --verify] [flags of moh_lm.pretrain]
 
-docs/data.md has a command for each. Flags of moh_lm.pretrain have the same meaning as there: samples are numbered as a
-run with them reads them.
+docs/data.md has a command for each. Flags of moh_lm.pretrain mean the same as there: samples are numbered as a run with
+these flags would read them.
 
-Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has to be mended.
+Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument must be fixed.
 """
 
 import json
@@ -37,18 +37,19 @@ def parse_arguments(texts):
     add = parser.add_argument
     add("directory", metavar="DIR", help="data directory, or directory or PREFIX of foreign shards")
     one = parser.add_mutually_exclusive_group().add_argument
-    one("--sample", metavar="N", type=at_least(0), nargs="+", help="samples of a run, from 0 on, decoded")
-    one("--document", metavar="SOURCE:N", nargs="+", help="documents of a source, from 0 on, decoded")
+    one("--sample", metavar="N", type=at_least(0), nargs="+", help="decode these samples of a run, counted from 0")
+    one("--document", metavar="SOURCE:N", nargs="+", help="decode these documents of a source, counted from 0")
     one("--verify", action="store_true", help="compare every file with its checksums")
-    add("--state", metavar="FILE", help="of --sample: state.json of a checkpoint; samples as its run read them")
-    add("--tokenizer", metavar="MODEL", help="as for data_prep/tokenize.py (default: DIR's)")
-    add("--json", action="store_true", help="everything, as one JSON object")
+    add("--state", metavar="FILE", help="for --sample: state.json of a checkpoint, to show samples as its run read "
+        "them")  # fmt: skip
+    add("--tokenizer", metavar="MODEL", help="tokenizer, as for data_prep/tokenize.py (default: the one in DIR)")
+    add("--json", action="store_true", help="print everything as one JSON object")
     add_config_flags(parser)
     arguments = parse_flags(parser, texts)
     if arguments.state and arguments.sample is None:
-        raise ConfigError([f"--state {arguments.state}: goes with --sample; add it, or leave this flag out"])
+        raise ConfigError([f"--state {arguments.state}: needs --sample; add it, or leave this flag out"])
     if arguments.state and arguments.values:
-        raise ConfigError([f"--state {arguments.state}: has the flags of its run; leave out those of moh_lm.pretrain"])
+        raise ConfigError([f"--state {arguments.state}: already has the flags of its run; leave out yours"])
     config = config_of(arguments)
     planned = config.run.train_iters is not None and not (arguments.document or arguments.verify)
     if arguments.values and arguments.sample is None and not planned:

@@ -52,15 +52,16 @@ def parse_arguments(texts):
     machine = parser.add_argument_group("machine: what the layouts are planned for").add_argument
     machine("--gpus", type=at_least(1), metavar="N", required=True, help="number of GPUs")
     machine("--gpus-per-node", type=at_least(1), metavar="N", default=8, help="GPUs in one machine (default: 8)")
-    machine("--gpu-memory", type=above_0, metavar="GIB", default=80, help="of each GPU (default: 80)")
-    machine("--gpu-tflops", type=above_0, metavar="X", default=989, help="dense bf16 peak (default: 989, an H100)")
-    machine("--efficiency", type=share, metavar="X", default=EFFICIENCY, help="share of the peak that the matrices "
-            "reach (default: %(default)s, as measured on an H200)")  # fmt: skip
+    machine("--gpu-memory", type=above_0, metavar="GIB", default=80, help="memory of each GPU (default: 80)")
+    machine("--gpu-tflops", type=above_0, metavar="X", default=989, help="dense bf16 peak of a GPU (default: 989, an "
+            "H100)")  # fmt: skip
+    machine("--efficiency", type=share, metavar="X", default=EFFICIENCY, help="share of the peak that matrix "
+            "products reach (default: %(default)s, as measured on an H200)")  # fmt: skip
     bandwidth = {"type": above_0, "metavar": "GB/s"}
-    machine("--intra-node", **bandwidth, default=300, help="of each GPU inside a node (default: 300)")
-    machine("--inter-node", **bandwidth, default=40, help="of each GPU between nodes (default: 40)")
-    machine("--top", type=at_least(1), metavar="N", default=10, help="layouts shown (default: 10)")
-    machine("--json", action="store_true", help="everything, as one JSON object")
+    machine("--intra-node", **bandwidth, default=300, help="bandwidth of each GPU inside a node (default: 300)")
+    machine("--inter-node", **bandwidth, default=40, help="bandwidth of each GPU between nodes (default: 40)")
+    machine("--top", type=at_least(1), metavar="N", default=10, help="layouts to show (default: 10)")
+    machine("--json", action="store_true", help="print everything as one JSON object")
     add_config_flags(parser)
     arguments = parse_flags(parser, texts)
     arguments.config = config_of(arguments)

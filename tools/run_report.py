@@ -2,10 +2,10 @@
 
     python tools/run_report.py RUN [RUN ...] [--output FILE.html] [--png]
 
-RUN is a run directory; the run may be going on. The page is one file that needs no other. Without --output it is
-RUN/report.html; of several runs it is report.html in the current directory. --png writes every picture beside it.
+RUN is a run directory; the run may still be training. The page is one file that needs no other. Without --output it is
+RUN/report.html, or report.html in the current directory for several runs. --png writes every picture beside it.
 
-Exit codes: 0; 2 an argument has to be mended, or the page cannot be written.
+Exit codes: 0; 2 an argument must be fixed, or the page cannot be written.
 """
 
 import os
@@ -28,9 +28,9 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/run_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
-    default = "(default: RUN/report.html; of several runs report.html)"
+    default = "page to write (default: RUN/report.html, or report.html for several runs)"
     parser.add_argument("--output", type=output_path, metavar="FILE.html", help=default)
-    parser.add_argument("--png", action="store_true", help="write the pictures beside the page too")
+    parser.add_argument("--png", action="store_true", help="also write the pictures beside the page")
     arguments = parser.parse_args(texts)
     if arguments.output and os.path.isdir(arguments.output):
         parser.error(f"--output {arguments.output}: is a directory; give a file in it")
@@ -46,7 +46,7 @@ def run(arguments):
     kind, *others = map(kind_of_run, arguments.runs)
     for run, other in zip(arguments.runs[1:], others, strict=True):
         if other is not kind:
-            programs = f"is of {other.program}, and {arguments.runs[0]} of {kind.program}"
+            programs = f"was trained by {other.program}, and {arguments.runs[0]} by {kind.program}"
             raise ConfigError([f"{run}: {programs}; give runs of one program"])
     try:
         files = write_page(arguments.runs, output, kind, arguments.png)

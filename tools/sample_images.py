@@ -4,10 +4,10 @@
     python tools/sample_images.py RUN_OR_STEP --vae DIR --output grid.png    latents, by an AutoencoderKL of diffusers
     python tools/sample_images.py RUN_OR_STEP --number 50000 --npz samples.npz     arr_0, uint8 [n, H, W, c], as ADM's
 
-Image n is of the class n of those given, which repeat. It is a function of --seed and n, whatever the batch; --first
-lets several processes draw a part each.
+Image n has the n-th of the given classes, which repeat. It depends on --seed and n alone, whatever the batch, so that
+several processes can each draw a part, starting at --first.
 
-Exit codes: 0; 2 an argument or the checkpoint has to be mended.
+Exit codes: 0; 2 an argument or the checkpoint must be fixed.
 """
 
 import math
@@ -31,30 +31,30 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/sample_images.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
-    add("--classes", type=at_least(0), nargs="+", metavar="N", help="one after the other (default: all)")
-    add("--number", type=at_least(1), default=16, metavar="N", help="images (default: %(default)s)")
+    add("--classes", type=at_least(0), nargs="+", metavar="N", help="classes to draw, in turn (default: all)")
+    add("--number", type=at_least(1), default=16, metavar="N", help="images to draw (default: %(default)s)")
     add("--first", type=at_least(0), default=0, metavar="N", help="number of the first image (default: %(default)s)")
-    add("--steps", type=at_least(2), default=250, metavar="N", help="in which each is drawn (default: %(default)s)")
-    add("--cfg-scale", type=float, default=4.0, metavar="X", help="guidance by the class; 1: none "
+    add("--steps", type=at_least(2), default=250, metavar="N", help="steps per image (default: %(default)s)")
+    add("--cfg-scale", type=float, default=4.0, metavar="X", help="strength of the guidance by the class; 1: none "
         "(default: %(default)s)")  # fmt: skip
-    add("--seed", type=at_least(0), default=0, metavar="N", help="of the noise (default: %(default)s)")
-    add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
-    add("--vae", type=Path, metavar="DIR", help="an AutoencoderKL of diffusers, which reads latents")
-    add("--output", type=output_path, metavar="FILE", help="a picture of all images, such as grid.png")
-    add("--npz", type=output_path, metavar="FILE", help="a file of their numbers, such as samples.npz")
+    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of the noise (default: %(default)s)")
+    add("--weights", choices=("master", "ema"), help="weights, or their moving average (default: ema if kept)")
+    add("--vae", type=Path, metavar="DIR", help="directory of the AutoencoderKL that decodes latents")
+    add("--output", type=output_path, metavar="FILE", help="picture with all images, such as grid.png")
+    add("--npz", type=output_path, metavar="FILE", help="file with the pixels as an array, such as samples.npz")
     add("--batch-size", type=at_least(1), default=32, metavar="N", help="images at a time (default: %(default)s)")
     dtypes = ("float32", "bfloat16")
-    add("--dtype", default="float32", choices=dtypes, help="of the model (default: %(default)s)")
-    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    add("--dtype", default="float32", choices=dtypes, help="precision of the model (default: %(default)s)")
+    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
     arguments = parser.parse_args(texts)
     files = {"--output": arguments.output, "--npz": arguments.npz}
-    problems = [f"{flag} {path}: there is no directory {path.parent}; make it"
+    problems = [f"{flag} {path}: there is no directory {path.parent}; create it"
                 for flag, path in files.items() if path and not path.parent.is_dir()]  # fmt: skip
     for flag, ending in (("--output", ".png"), ("--npz", ".npz")):
         if files[flag] and files[flag].suffix != ending:
             problems.append(f"{flag} {files[flag]}: give a name that ends in {ending}")
     if not any(files.values()):
-        problems.append("--output or --npz: one must be given")
+        problems.append("give --output or --npz")
     raise_any(problems)
     return arguments
 
@@ -99,12 +99,12 @@ def check(arguments, model):
         raise ConfigError([f"{arguments.model}: is a classifier; give a run of a diffusion model"])
     config, problems = model.config, []
     if config.in_channels not in (1, 3) and not arguments.vae:
-        problems.append(f"--vae: must be given, since the model draws latents of {config.in_channels} channels")
+        problems.append(f"--vae is missing: give it, since the model draws latents of {config.in_channels} channels")
     for number in set(arguments.classes or ()):
         if number >= config.num_classes:
             problems.append(f"--classes {number}: must be below {config.num_classes}, the classes of the model")
     if arguments.steps > config.diffusion_steps:
-        problems.append(f"--steps {arguments.steps}: the model has {config.diffusion_steps}; give at most these")
+        problems.append(f"--steps {arguments.steps}: the model has {config.diffusion_steps}; give at most as many")
     if not math.isfinite(arguments.cfg_scale):
         problems.append(f"--cfg-scale {arguments.cfg_scale}: must be finite, such as 4")
     problems += guidance_problems(config, arguments.cfg_scale)
@@ -119,7 +119,7 @@ def load_vae(path, channels):
     vae = AutoencoderKL.from_pretrained(path, local_files_only=True)
     if vae.config.latent_channels != channels:
         found = f"has latents of {vae.config.latent_channels} channels"
-        raise ConfigError([f"--vae {path}: {found}, and the model draws {channels}; give that of its data"])
+        raise ConfigError([f"--vae {path}: {found}, and the model draws {channels}; give the one of its data"])
     return vae
 
 

@@ -27,7 +27,7 @@ def step_number(path):
 
 
 def list_steps(directory):
-    """The step directories in the order in which a run would go on from them: the newest first.
+    """The step directories in the order in which a run would resume from them: the newest first.
 
     A directory that is not there holds none. Raises OSError if it cannot be read.
     """

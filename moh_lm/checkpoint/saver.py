@@ -57,7 +57,7 @@ class Saver:
     """Writes the checkpoints of a run below ``directory``. Every rank calls its methods together.
 
     keep_last: newest sound steps that are kept; 0 keeps all. keep_every: steps divisible by it are kept for ever;
-    0: none. background: write while training goes on. verified: steps known to be sound. on_saved: called on rank 0
+    0: none. background: write while training continues. verified: steps known to be sound. on_saved: called on rank 0
     with the step, its directory and {"bytes", "seconds", "stall_seconds"}. progress: called as the writing goes.
     """
 
@@ -188,14 +188,14 @@ class Saver:
         return []
 
     def refuse(self, error, problems):
-        """Raise ``error`` on every rank if any rank has problems; each ends with what there is to go on from."""
+        """Raise ``error`` on every rank if any rank has problems; each ends with what there is to resume from."""
         problems = problems_of_all_ranks(problems)
         if problems:
             newest = self.newest()
             raise error([f"{problem}; {newest}" for problem in problems])
 
     def newest(self):
-        """Words for what there is to go on from."""
+        """Words for what there is to resume from."""
         try:
             steps = on_rank_zero(lambda: [str(step) for step in list_steps(self.directory)])
         except ConfigError as error:

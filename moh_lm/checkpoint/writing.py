@@ -1,4 +1,4 @@
-"""The files that one rank adds to a checkpoint, written by a thread while training may go on."""
+"""The files that one rank adds to a checkpoint, written by a thread while training may continue."""
 
 import shutil
 import threading

@@ -16,7 +16,7 @@ OF_POSITION = {  # setting -> its kind of positions
 def length_problems(model):
     """The first setting with a number or a name for each layer that has another number of them than there are layers.
 
-    Those behind it follow from it, or are seen next.
+    Those after it follow from it, or are seen next.
     """
     budgets = BUDGETS if model.heads.head_selection != "all" else ()
     values = {**vars(model), **vars(model.heads)}

@@ -137,7 +137,7 @@ def spread_problems(model):
 def own_keys_problems(model):
     given = "--routed-keys selected"
     if model.heads.routed_keys == "all" or model.heads.head_selection in ("all", "static"):
-        return []  # a mixture with its own keys may go on without routers
+        return []  # a mixture with its own keys may resume without routers
     if budget_problems(model):
         return []
     own = [kind for layer, kind in enumerate(model.position) if model.own_keys(layer)]
@@ -149,7 +149,7 @@ def own_keys_problems(model):
 def bias_problems(model):
     heads = model.heads
     if not heads.load_balance_bias_rate > 0 or heads.head_selection in ("all", "static"):
-        return []  # a mixture with a bias may go on without routers
+        return []  # a mixture with a bias may resume without routers
     given = f"--load-balance-bias-rate {heads.load_balance_bias_rate:g}"
     if heads.routing_top_p is not None:
         return [

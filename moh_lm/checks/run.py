@@ -55,7 +55,7 @@ def split_problems(config):
         return []
     found = [f"--muon-split {split}: --head-dims has heads of several widths; choose matrix"] * (split != "matrix")
     advice = "choose 1, or --optimizer adamw"
-    uneven = f"--tensor-parallel-size {tp}: Muon needs equal parts of a matrix, which --head-dims has not; {advice}"
+    uneven = f"--tensor-parallel-size {tp}: Muon needs equal parts of a matrix, which --head-dims rules out; {advice}"
     return found + [uneven] * (tp > 1)
 
 
@@ -161,9 +161,9 @@ def backend_problems(config):
     given = f"--attention-backend {backend}"
     found = []
     if config.run.compile and backend == "cpu_sparse":
-        found.append(f"--compile: does not know {given}, whose shapes vary; choose auto")
+        found.append(f"--compile: does not support {given}, whose shapes vary; choose auto")
     if "cope" in config.model.position:
-        found.append(f"{given}: --position cope makes all scores; choose dense, or auto, which is dense in its layers")
+        found.append(f"{given}: --position cope needs all scores; choose dense, or auto, which is dense in its layers")
     if backend == "cpu_sparse" and torch.cuda.is_available():
         found.append(f"{given}: is for machines without a GPU; choose auto")
     if backend == "triton" and not torch.cuda.is_available():
@@ -171,7 +171,7 @@ def backend_problems(config):
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
     limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
     if backend == "triton" and limits:
-        found.append(f"{given}: does not know --routed-keys selected with {limits[0]}; choose auto or dense")
+        found.append(f"{given}: does not support --routed-keys selected with {limits[0]}; choose auto or dense")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
@@ -191,9 +191,9 @@ def window_problems(config):
         found.append(f"--window-max {run.window_max}: must be at least --window-min {run.window_min}")
     if run.window_strategy == "sequence" and {*config.model.window} != {config.half_window()}:
         were = f"the windows are {' '.join(map(str, sorted({*config.model.window})))}, and {config.half_window()} by it"
-        found.append(f"{given}: {were}; leave --window out, or go on with the --seq-length of the run")
+        found.append(f"{given}: {were}; leave --window out, or resume with the run's --seq-length")
     if run.window_strategy == "entropy" and run.compile:
-        found.append(f"{given}: its windows change with every step, and --compile makes graphs of one; leave it out")
+        found.append(f"{given}: its windows change with every step, and --compile needs fixed ones; leave that out")
     if run.window_strategy == "entropy" and config.model.heads.routed_keys == "selected":
         found.append(f"{given}: entropies are those of heads that see all tokens; leave out --routed-keys selected")
     return found
@@ -222,7 +222,7 @@ def reliability_problems(reliability):
         )
     if reliability.absurd_factor != 0 and not 100 <= reliability.absurd_factor < math.inf:
         found.append(
-            f"--absurd-factor {reliability.absurd_factor:g}: must be 100 or above, or honest steps would be skipped; "
+            f"--absurd-factor {reliability.absurd_factor:g}: must be 100 or above, or sound steps would be skipped; "
             "choose 1e6, or 0 to take any finite step"
         )
     if reliability.keep_every and not reliability.keep_last:

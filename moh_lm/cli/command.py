@@ -15,7 +15,7 @@ from moh_lm.cli.output import Output, open_closed_streams
 from moh_lm.config import ConfigError
 
 OURS = ("moh_lm", "tools", "data_prep", "studies", "launch")
-GOES_ON = "stopped; the same command goes on"
+RESUMES = "stopped; run the same command again to resume"
 
 
 class Failure(Exception):
@@ -24,7 +24,7 @@ class Failure(Exception):
 
 def run_command(
     name, parse, work, texts, *, failures=(), code=1, remark="", extra=None, interrupted="interrupted",
-    unheard="goes on", trains=False,
+    unheard="continues", trains=False,
 ):  # fmt: skip
     """Run the command ``name`` with the arguments ``texts``, and return its exit code.
 
@@ -32,8 +32,8 @@ def run_command(
     ``failures``; 130 after Ctrl-C. All but the first also print a line on standard error, which begins with ``name``.
 
     parse: a function of ``texts``, whose result ``work`` receives. remark: ends the line of a failure. extra: of
-    setup.py, with the packages that the work needs. interrupted: the word for Ctrl-C. unheard: "goes on" or "ends" once
-    nobody reads standard output. trains: whether the work starts runs of training.
+    setup.py, with the packages that the work needs. interrupted: the word for Ctrl-C. unheard: "continues" or "ends"
+    once nobody reads standard output. trains: whether the work starts runs of training.
     """
     open_closed_streams()
     if not trains:  # a run chooses its own accelerator

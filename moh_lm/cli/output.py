@@ -14,13 +14,13 @@ def open_closed_streams():
 
 
 class Output:
-    """The text file ``file``, such as standard output. Once its reader has gone, as of ``| head``, no more is said.
+    """The text file ``file``, such as standard output. Once its reader has gone, as with ``| head``, no more is said.
 
-    unheard: "goes on" or "ends", what the program then does. is_log: on a full disk a part of a log may be missing,
+    unheard: "continues" or "ends", what the program then does. is_log: on a full disk a part of a log may be missing,
     but not of a result. What a console that is not UTF-8 does not know is written as its number.
     """
 
-    def __init__(self, file, unheard="goes on", is_log=False):
+    def __init__(self, file, unheard="continues", is_log=False):
         self.file, self.unheard, self.is_log = file, unheard, is_log
         if getattr(file, "errors", None) == "strict":
             file.reconfigure(errors="backslashreplace")

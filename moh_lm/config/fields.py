@@ -4,7 +4,7 @@ from dataclasses import field, fields, is_dataclass
 
 
 class ConfigError(Exception):
-    """What the user has to mend; ``problems`` holds one sentence each. Programs print them and exit with code 2.
+    """What the user has to fix; ``problems`` holds one sentence each. Programs print them and exit with code 2.
 
     local_rank: of the first rank on a node that sees them, which says so.
     """

@@ -106,7 +106,7 @@ class ModelConfig(HeadsOfLayers):
         return replace(self, **{key: values[layer] for key, values in several.items()}) if several else self
 
     def widths_of_heads(self):
-        """Of each head of a layer; of a model as ``of_layer`` gives it."""
+        """The width of each head of a layer. Call it on what ``of_layer`` returns."""
         return self.head_dims or (self.head_dim,) * self.num_attention_heads
 
     @property

@@ -76,7 +76,7 @@ class TaskConfig:
         return build(cls, values).resolved()
 
     def resolved(self):
-        """The same with what follows in one section from another."""
+        """This configuration, with the values that one section derives from another."""
         return self
 
     @classmethod
@@ -87,9 +87,9 @@ class TaskConfig:
             if not isinstance(values, dict):
                 raise ValueError("it holds no settings")
         except (OSError, ValueError) as error:
-            raise ConfigError([f"{path}: no configuration ({error}); give a directory made by a run"]) from error
+            raise ConfigError([f"{path}: is not a configuration ({error}); give a directory made by a run"]) from error
         program = values.get("program", UNNAMED)
         if program != cls.program:
             advice = f"give one of {cls.program}, or use the command for it"
-            raise ConfigError([f"{path}: is of a run of {program}; {advice}"])
+            raise ConfigError([f"{path}: belongs to a run of {program}; {advice}"])
         return cls.from_dict(values)

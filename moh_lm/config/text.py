@@ -87,13 +87,13 @@ class Config(TaskConfig):
     program = UNNAMED
     about = "Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values."
     presets, preset = SIZES, staticmethod(preset)
-    of_presets = "sizes, numbers of heads, batch, budget and rate that no other flag gives"
+    of_presets = "sets sizes, numbers of heads, batch, budget and learning rate, unless other flags do"
     scripts_have_sizes = True
     unit, sample_name = "nats per token", "sequences"
     of_data = ("reset_at_documents",)
 
     def half_window(self):
-        """That of --window-strategy sequence."""
+        """The window of --window-strategy sequence, in tokens."""
         return min(max(self.run.seq_length // 2, self.run.window_min), self.run.window_max)
 
     @property
@@ -132,7 +132,7 @@ class Config(TaskConfig):
         return super().from_dict(values)
 
     def resolved(self):
-        """The same with the budget in iterations and in tokens, and with the windows of --window-strategy."""
+        """This configuration, with the budget in iterations and in tokens, and the windows of --window-strategy."""
         model, run = self.model, replace(self.run, **run_values(self.run))
         if run.window_strategy == "sequence" and not any(model.window):
             model = replace(model, window=(self.half_window(),))

@@ -193,7 +193,7 @@ class Dataset(TrainingData):
         """This dataset for a run that has read ``consumed_samples`` samples, as the ``state`` of its checkpoint says.
 
         If nothing has changed, sample n is what it was. Else a new segment begins here: sources whose shards are the
-        same go on where they were, others begin.
+        same continue where they were, others begin.
         """
         newest = self.mixture_of(consumed_samples - 1)
         segments = next_segments(state["segments"], self.fingerprint(newest), consumed_samples)

@@ -9,7 +9,7 @@ segment with the largest ``first_sample`` up to n place it, with the number of w
 
 The other mix of a decay (--decay-mix) is a segment too, which the run foresees.
 
-A source goes on at its next unread window, and in its epoch, if its windows and their order are the same as in an
+A source continues at its next unread window, and in its epoch, if its windows and their order are the same as in an
 earlier segment: the same shards, seed, sequence length and validation fraction. Else it begins at window 0.
 """
 
@@ -23,7 +23,7 @@ NAMED = 3  # shards of a source that a sentence names
 
 
 def next_segments(segments: list[dict], fingerprint: dict, consumed_samples: int) -> list[dict]:
-    """The segments of a run that goes on with the data of ``fingerprint`` after ``consumed_samples`` samples.
+    """The segments of a run that resumes with the data of ``fingerprint`` after ``consumed_samples`` samples.
 
     ``segments``: those before; they are all kept if the last one has this fingerprint.
     """

@@ -4,7 +4,7 @@
 class TrainingData:
     """The data set of a run. Samples are numbered; the training reads them in order.
 
-    A subclass has ``source_names``, the sources that the log tells apart, and the methods ``state``, ``changes`` and
+    A subclass has ``source_names``, the sources that the log distinguishes, and the methods ``state``, ``changes`` and
     ``tokens_read``, as ``Dataset`` has them. What only some data have is answered here for all others.
 
     tokenizer_path: a file that belongs to every checkpoint, or None.
@@ -22,5 +22,5 @@ class TrainingData:
         return {}
 
     def continue_from(self, saved, consumed):
-        """The data set that goes on after ``consumed`` samples; saved: the ``state`` of a checkpoint."""
+        """The data set that continues after ``consumed`` samples; saved: the ``state`` of a checkpoint."""
         return self

@@ -64,7 +64,7 @@ class MetricsAccumulator:
         return step - self.tokens // tokens_per_iteration - self.skipped_steps
 
     def tokens_per_second(self):
-        """Of the whole run, without the time of saves and evaluations."""
+        """Tokens per second of all ranks together, not counting the time of saves and evaluations."""
         return ratio(self.timed_tokens, sum(self.seconds.values()) - self.seconds["save"])
 
     def seconds_per_step(self):

@@ -126,7 +126,7 @@ class Alarms:
             self.unseen[name] = 0 if sequences[name] else self.unseen[name] + samples
             total, tokens, seen = losses[name]
             if share * self.unseen[name] >= 2:
-                text = f"no sample among {self.unseen[name]:,.0f}, its share of the mix is {share:.2%}"
+                text = f"no sample among {self.unseen[name]:,.0f}, although its share of the mix is {share:.2%}"
             elif name in accumulator.not_finite:
                 text = f"not finite; steps skipped for it: {accumulator.not_finite[name]}"
             elif seen and not tokens:
@@ -157,7 +157,7 @@ class Alarms:
             self.forget(SOURCE)
 
     def forget(self, *kinds):
-        """Begin anew with the alarms of these kinds: what is to come is no continuation of what was."""
+        """Start over with the alarms of these kinds: what is to come is no continuation of what was."""
         self.streaks = {condition: number for condition, number in self.streaks.items() if condition[0] not in kinds}
         self.firing = {condition: quiet for condition, quiet in self.firing.items() if condition[0] not in kinds}
         self.history = {key: values for key, values in self.history.items() if key[0] not in kinds}

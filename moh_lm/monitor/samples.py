@@ -30,7 +30,7 @@ class Samples:
         self.tokenizer = read_model(tokenizer)
         self.tokens = [list(map(int, self.tokenizer.encode(prompt, out_type=int))) for prompt in self.prompts]
         if empty := [prompt for prompt, tokens in zip(self.prompts, self.tokens, strict=True) if not tokens]:
-            raise ConfigError([f"--sample-prompts {empty[0]!r}: has no token; give some text"])
+            raise ConfigError([f"--sample-prompts {empty[0]!r}: contains no tokens; give some text"])
 
     def continued(self, evaluate_rows, *share):
         """What follows each prompt, [str], up to the end of the document; every rank calls it together.

@@ -51,7 +51,7 @@ class Tasks:
             made_with = header["tokenizer"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             remedy = "make one with tools/evaluate_prepare.py"
-            raise ConfigError([f"--eval-tasks {path}: is no file of tasks ({error}); {remedy}"]) from error
+            raise ConfigError([f"--eval-tasks {path}: is not a file of tasks ({error}); {remedy}"]) from error
         problems = row_problems(rows, config.model.vocab_size, self.seq_length)
         if tokenizer and made_with != sha256_of(tokenizer):
             problems.append(f"was made with another tokenizer than {tokenizer}")
@@ -93,7 +93,7 @@ def row_problems(rows, vocab_size, longest, shown=8):
 def row_problem(row, vocab_size, longest):
     """What is wrong with a question, or None. An answer without a token would win, and a gold of -1 be the last."""
     if not isinstance(row, dict) or not {"task", "gold", "choices"} <= row.keys():
-        return "is no question with task, gold and choices"
+        return "is not a question with task, gold and choices"
     task, gold, choices = row["task"], row["gold"], row["choices"]
     if not isinstance(task, str) or not task:
         return f"task {json.dumps(task)}: give a name"

@@ -1,8 +1,8 @@
 """Where figures are looked at: TensorBoard, and Weights & Biases if --wandb names a project.
 
-Neither is worth ending a run for: what fails says so once, and there is no more of it until the run is started again.
+Neither is worth ending a run for: what fails says so once, and gets no more until the run is restarted.
 
-TensorBoard drops what a run wrote after the checkpoint that it goes on from. Weights & Biases goes on with the same
+TensorBoard drops what a run wrote after the checkpoint that it resumes from. Weights & Biases continues the same
 run, whose id is in wandb.json; it ignores steps that it has, and a resumed run has the same figures for them.
 """
 
@@ -62,14 +62,14 @@ class Writers:
             if self.tensorboard is not None:
                 getattr(self.tensorboard, method)(*arguments, **more)
         except OSError as error:  # of its thread, which has ended by it
-            print(f"tensorboard: {error.strerror}; no more of it until the run is started again", file=sys.stderr)
+            print(f"tensorboard: {error.strerror}; it gets no more until the run is restarted", file=sys.stderr)
             self.tensorboard = None
 
     def guarded(self, function, *arguments, **more):
         try:
             function(*arguments, **more)
         except Exception as error:  # whatever a network can do
-            print(f"wandb: {error}; no more of it until the run is started again", file=sys.stderr, flush=True)
+            print(f"wandb: {error}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
             self.wandb = None
 
     def close(self):

@@ -47,7 +47,7 @@ def all_ranks_or_raise(work):
         where = f"rank {dist.get_rank()} on {socket.gethostname()}"
         reason = (error.strerror or str(error)).lower()
         file = f"{error.filename}: " if error.filename else ""  # a write to an open file names none
-        problems = [f"{file}{reason} ({where}); mend this, and start the same command again"]
+        problems = [f"{file}{reason} ({where}); fix this, and run the same command again"]
     except ConfigError as error:
         problems = error.problems
     raise_any(problems_of_all_ranks(problems))

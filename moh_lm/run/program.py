@@ -16,7 +16,7 @@ from moh_lm.cost.summary import describe_configuration
 from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, save_config
 from moh_lm.run.loop import run_steps
-from moh_lm.run.resume import contradictions
+from moh_lm.run.resume import contradictions, with_model_of_run
 from moh_lm.supervise.errors import report_errors, report_to_torchrun
 from moh_lm.supervise.processes import exit_process, refuse_foreign_launcher, start_process_group
 from moh_lm.supervise.rendezvous import RendezvousError, refuse
@@ -42,8 +42,10 @@ def run_task(given, task):
     code, problems, speaker, alone = COMPLETE, [], 0, False
     try:
         config, dry_run = config_of(given), given.dry_run
-        problems = task.problems(config, world_size) + contradictions(config, dry_run)
-        config, dataset = task.open_data(config, problems, dry_run)
+        refused = contradictions(config, dry_run)
+        checked = with_model_of_run(config) if refused else config
+        problems = task.problems(checked, world_size) + refused
+        config, dataset = task.open_data(checked, problems, dry_run)
         if rank == 0 or not dry_run:  # not by several ranks that remove what others have just made
             make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
         if not dry_run:
@@ -70,7 +72,7 @@ def run_task(given, task):
     if alone:
         refuse()
     if code == STOPPED:
-        report_to_torchrun(["stopped as asked; the same command goes on"])
+        report_to_torchrun(["stopped as asked; run the same command again to resume"])
     exit_process(code, together=code in (COMPLETE, STOPPED))
 
 

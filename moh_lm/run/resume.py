@@ -1,8 +1,8 @@
-"""Going on from the last sound checkpoint of a run.
+"""Resuming from the last sound checkpoint of a run.
 
 All ranks verify the files together and hear one verdict before any of them loads. A damaged step is set aside under
 another name, loudly, and the one before it is used. Only what was read can be damaged: a file that cannot be read ends
-the run and changes nothing. Where all checkpoints are damaged, or gone and have left a trace, no run starts afresh.
+the run and changes nothing. Where all checkpoints are damaged, or gone and have left a trace, no run starts over.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ OF_TRAINING = (  # fields that change how a run is trained, beside those of the 
 def resume(task, state, event_log, progress):
     """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's last sound checkpoint, if there is one.
 
-    progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
+    progress: called as it goes. Raises ConfigError if the run cannot resume with this configuration or these data.
     """
     config, directory = state.config, Path(state.config.run.checkpoint_dir)
     on_rank_zero(lambda: tidy(directory))
@@ -140,18 +140,18 @@ def refuse_changes(task, step, saved, before, config, dataset):
     found = model_changes(before, config)
     if not config.data.allow_data_change and saved["step"]:
         changes = [*of_data(config, before), *dataset.changes(saved["data"], saved["consumed_samples"])]
-        found += [f"{change} (--allow-data-change goes on all the same)" for change in changes]
+        found += [f"{change} (--allow-data-change resumes anyway)" for change in changes]
     trained_only = before["train_only"], config.optimizer.train_only
-    was_muon = before["optimizer"] == "muon" and trained_only == ("all", "all")  # else moments begin anew
+    was_muon = before["optimizer"] == "muon" and trained_only == ("all", "all")  # else moments begin again at 0
     if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
-        found.append(f"{config.run.batch_given} is not that of its {saved['step']} steps")
+        found.append(f"{config.run.batch_given} is not the batch size of its {saved['step']} steps")
     found += task.resume_problems(config, saved, before)
     found += tokenizer_changes(step, saved, dataset.tokenizer_path)
     if found:
         raise ConfigError(
-            [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in found]
+            [f"cannot resume from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in found]
         )
 
 
@@ -190,7 +190,7 @@ def model_changes(before, config):
         dropped = key == "head_selection" and before[key] == "mixture"
         if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):
             continue
-        hint = " (--allow-routing-change goes on all the same)" if dropped or key in TRAINING_ONLY else ""
+        hint = " (--allow-routing-change resumes anyway)" if dropped or key in TRAINING_ONLY else ""
         if dropped and not gates_of_one(type(config).from_dict(before).model):
             hint = f", but gates of --routing {before['routing']} are far from 1 (tools/export_hf.py, then "
             hint += "tools/import_hf.py --head-selection all --allow-routing-change scale the projections by them)"
@@ -216,7 +216,15 @@ def contradictions(config, dry_run=False):
         advice = "make the first one with tools/import_hf.py, or tools/import_vision.py"
         return [f"--require-checkpoint: --checkpoint-dir {directory} has none; {advice}"] if refused else []
     found = model_changes(replace(config, model=model).to_dict(), config)
-    return [f"cannot go on from {step}: {text}; leave the flag out, or choose a new --checkpoint-dir" for text in found]
+    remedy = "leave the flag out, or choose a new --checkpoint-dir"
+    return [f"cannot resume from {step}: {text}; {remedy}" for text in found]
+
+
+def with_model_of_run(config):
+    """``config`` with the model that the run has. What a refused flag would make of the run's other settings, such as a
+    window for each of its layers, is no mistake of the user."""
+    model = newest_model(config.run.checkpoint_dir, type(config))[1] if config.run.checkpoint_dir else None
+    return config if model is None else replace(config, model=model)
 
 
 def program_of(directory):
@@ -252,7 +260,7 @@ def sound_step(directory, event_log, progress):
         raise ConfigError([*chain(*damaged.values()), advice])
     lost = on_rank_zero(lambda: trace_of_checkpoints(directory, event_log))
     if lost:
-        raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
+        raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started over"])
     return None
 
 
@@ -269,7 +277,7 @@ def damage(step, progress):
 
 
 def settle(sound, damaged, event_log):
-    """Give the ``damaged`` steps names that no run goes on from, and let ``latest`` name the ``sound`` one."""
+    """Give the ``damaged`` steps names that no run resumes from, and let ``latest`` name the ``sound`` one."""
     for step, problems in damaged.items():
         aside = free_name(step.with_name(f"damaged-{step.name}"))
         step.rename(aside)

@@ -1,4 +1,4 @@
-"""state.json of a checkpoint: what a run needs to go on besides its weights, their moments and its configuration.
+"""state.json of a checkpoint: what a run needs to resume besides its weights, their moments and its configuration.
 
     step, consumed_samples    iterations done, and the samples that they read
     optimizer_steps           iterations whose gradients were applied
@@ -65,7 +65,7 @@ class RunState:
         changes: such sentences that the data set does not know of.
         """
         self.step, self.imported = saved["step"], saved.get("imported")
-        layers = len(self.engine.router_sums.shares)  # none where a mixture goes on without routers
+        layers = len(self.engine.router_sums.shares)  # none where a mixture resumes without routers
         shares = saved["router_shares"][:layers]
         steps = [saved.get(name, 0) for name in ("l1_steps", "rested_steps", "frozen_steps")]
         self.engine.adopt(saved["optimizer_steps"], shares, *steps)
@@ -105,7 +105,7 @@ def read_state(step):
         state = read_json(path)
         missing = KEYS - state.keys()
     except (ValueError, AttributeError) as error:
-        raise ConfigError([f"{path}: not the state of a run ({error})"]) from error
+        raise ConfigError([f"{path}: is not the state of a run ({error})"]) from error
     if missing:
         raise ConfigError([f"{path}: has no {', '.join(sorted(missing))}; it was written by another version"])
     return state
@@ -194,7 +194,7 @@ RULES = {  # key -> (whether its value fits a state and the model, what the valu
     "l1_steps": (lambda state, model: is_count(abs(state.get("l1_steps", 0)), state["step"]), "at most step"),
     "router_shares": (shares_fit, "a share of 0 to 1 for each routed head of each layer that has some"),
     "windows": (windows_fit, "a window and an entropy for each layer"),
-    "guard": (guard_fits, "losses and norms of as many steps, and skipped steps in order"),
+    "guard": (guard_fits, "losses and norms of equally many steps, and skipped steps in order"),
     "interval": (interval_fits, "sums for each source"),
     "alarms": (alarms_fit, "alarms with their counts"),
     "data": (data_fits, "segments in order, with counts for each source"),

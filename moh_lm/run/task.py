@@ -31,7 +31,7 @@ class Task:
                        {"dense", "active"}
     warnings           (config, data, world_size, device) -> sentences for what is hardly meant
     resume_problems    (config, state of a checkpoint, {field: value} of its configuration) -> sentences for why
-                       ``config`` cannot go on from it, beside what all tasks refuse
+                       ``config`` cannot resume from it, beside what all tasks refuse
     """
 
     config_type: type

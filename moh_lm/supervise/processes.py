@@ -22,7 +22,7 @@ def refuse_foreign_launcher():
 
     And where a launcher does not say which device of the machine is a rank's, or where the ranks meet.
     """
-    remedy = "start the ranks by torchrun or deepspeed"
+    remedy = "start the ranks with torchrun or deepspeed"
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if "RANK" in os.environ and name not in os.environ:
             raise ConfigError([f"RANK is {os.environ['RANK']} but {name} is not set: {remedy}"])
@@ -75,12 +75,13 @@ def join(backend, seconds):
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     except RuntimeError as error:
-        problem = f"rank {rank} does not reach the others ({str(error).splitlines()[0]})"
+        problem = f"rank {rank} cannot reach the others ({str(error).splitlines()[0]})"
         remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/parallelism.md)"
         raise RendezvousError([f"{problem}; {remedy}"]) from error
     if strangers := refuse_strangers(own_device()):
         shown = ", ".join(map(str, strangers))
-        raise RendezvousError([f"{SECRET}: ranks that have another one, or are strangers: {shown}; give all the same"])
+        problem = f"these ranks have another one, or do not belong to the run: {shown}; give all ranks the same"
+        raise RendezvousError([f"{SECRET}: {problem}"])
 
 
 def log_rank0(text):

@@ -19,8 +19,8 @@ from moh_lm.supervise.secret import SECRET, SignedStore
 
 RENDEZVOUS_TIMEOUT_S = 600  # for all ranks to come
 REFUSAL_TIMEOUT_S = 30  # how long a rank that cannot begin stays, so that the others hear it
-ASK = "what the nodes said may tell why; check that each of them was started and reaches that address"
-PORT_REMEDY = "give another by MASTER_PORT with bash, --master_port of deepspeed, --master-port of torchrun"
+ASK = "the output of the nodes may say why; check that each was started and can reach that address"
+PORT_REMEDY = "give another by MASTER_PORT with bash, --master_port with deepspeed, --master-port with torchrun"
 
 
 class RendezvousError(ConfigError):
@@ -44,7 +44,7 @@ def rendezvous_store():
         if time.monotonic() > deadline:
             absent = absent_ranks(meeting, world_size)
             who = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:8])}{', ...' * (len(absent) > 8)}"
-            missing = f"{len(absent)} of {world_size} ranks ({who}) have not come in {RENDEZVOUS_TIMEOUT_S} s"
+            missing = f"{len(absent)} of {world_size} ranks ({who}) have not arrived within {RENDEZVOUS_TIMEOUT_S} s"
             other = f", or have another {SECRET}" if os.environ.get(SECRET) else ""
             raise RendezvousError([f"{place}: {missing}{other}; {ASK}"])
         time.sleep(0.1)
@@ -92,7 +92,7 @@ def open_store(seconds):
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             problem = f"MASTER_PORT {port}: is taken by another program on this machine; {PORT_REMEDY}"
             raise RendezvousError([problem]) from error
-        problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: rank {rank} finds no rank 0 there in {seconds} s"
+        problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: rank {rank} found no rank 0 there within {seconds} s"
         raise RendezvousError([f"{problem}; {ASK}"]) from error
     # torchrun keeps its store over a restart: ranks must not find the addresses of those before them.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)

@@ -42,7 +42,7 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     try:  # not through a link, whose target would lose its content
         lock = open(name, "a+", encoding="utf-8", opener=open_no_link)  # noqa: SIM115 - for the life of the process
     except OSError as error:
-        reason = "is a link; remove it" if name.is_symlink() else f"{error.strerror}; mend this"
+        reason = "is a link; remove it" if name.is_symlink() else f"{error.strerror}; fix this"
         raise ConfigError([f"{called} {path}: {name}: {reason}"]) from error
     for attempt in range(LOCK_SECONDS + 1):
         try:
@@ -80,11 +80,11 @@ def describe_holder(name):
         return " (the lock does not say which); end it"
     who = f" (process {process} on {host}, since {since})"
     if host != socket.gethostname():
-        look = f"`ssh {host} ps -p {process}` tells whether that is alive"
+        look = f"`ssh {host} ps -p {process}` tells whether it is alive"
         return f"{who}; {look}: end it, or, if {host} is gone for good, remove {name}"
     state = process_state(process)
     if state in "Tt":
-        return f"{who}, which is stopped; `kill -CONT {process}` lets it go on, `kill -KILL {process}` ends it"
+        return f"{who}, which is stopped; `kill -CONT {process}` lets it continue, `kill -KILL {process}` ends it"
     if state in "ZX":
-        return f"{who}, which is not seen here; look for it in other containers, `fuser {name}` may name it: end it"
+        return f"{who}, which is not visible here; find it in other containers (`fuser {name}` may name it) and end it"
     return f"{who}, which is alive; end it"

@@ -12,7 +12,7 @@ import threading
 import time
 
 SAME = 2  # seconds
-INTERRUPTED = 128 + signal.SIGINT  # exit code, as of a process that the signal killed
+INTERRUPTED = 128 + signal.SIGINT  # exit code, like that of a process that the signal killed
 
 
 class StopRequest:

@@ -1,4 +1,4 @@
-"""A run that cannot go on ends: with a message, the stacks of its ranks, and exit code 69.
+"""A run that cannot continue ends: with a message, the stacks of its ranks, and exit code 69.
 
 Each rank has a thread that looks every second whether another rank of its machine has died, and whether its own rank
 still makes progress. A process that stands still cannot say where, so one that was stopped is woken to tell. Between
@@ -50,7 +50,7 @@ class Watchdog:
         self.thread.start()
 
     def progress(self, seconds=0):
-        """To be called by whatever may take long, whenever a part of it is done; ``seconds`` are allowed on top."""
+        """Report progress, as whatever may take long does after each part; ``seconds`` are allowed on top."""
         self.last = time.monotonic() + seconds
 
     def limit_groups(self):
@@ -100,7 +100,7 @@ class Watchdog:
             time.sleep(0.5)
         found = f"{dead} died" if dead else self.liveness.unresponsive(GRACE_S)
         if found:
-            print(f"{self.program}: {found}; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
+            print(f"{self.program}: {found}; rank {self.rank} cannot continue", file=sys.stderr, flush=True)
             end_stuck_launcher()
         return bool(found)
 

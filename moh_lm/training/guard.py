@@ -4,7 +4,7 @@ A step is skipped if its loss or gradient norm is not finite, or so large that i
 bit of an exponent multiplies a number by up to 1e38), if it is a spike (and --on-spike says so), or if weights that
 several ranks hold were found to differ. All ranks take the decision together, before any of them changes a weight. A
 skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many
-skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite. A master
+skipped steps in a window end the run: a later start resumes from the last checkpoint, whose state is finite. A master
 weight that cannot come from training ends it at once. It must be looked for: normalisation makes an activation of 1e36
 an ordinary one, so that the loss and the norm of a run that lost all it had learned stay ordinary too.
 """
@@ -31,7 +31,7 @@ def largest(tensor):
 
 
 class BadNumbers(Exception):
-    """The run cannot go on: more steps were skipped than --max-skipped-steps allows, copies of a weight differ for
+    """The run cannot continue: more steps were skipped than --max-skipped-steps allows, copies of a weight differ for
     good, or a master weight is not finite, or too large to come from training."""
 
 

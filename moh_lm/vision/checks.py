@@ -21,12 +21,12 @@ def classifier_problems(config, world_size):
 
 
 def diffusion_problems(config, world_size):
-    """The same of a ``DiTTraining``."""
+    """Sentences for what is wrong with a ``DiTTraining`` on ``world_size`` processes."""
     model, run = config.model, config.run
     found = image_problems(config, dit_problems(model), world_size)
     if run.samples and run.sampling_steps > model.diffusion_steps:
         given = f"--sampling-steps {run.sampling_steps}"
-        found.append(f"{given}: the model has {model.diffusion_steps} --diffusion-steps; give at most so many")
+        found.append(f"{given}: the model has {model.diffusion_steps} --diffusion-steps; give at most as many")
     return found + list(guidance_problems(model, run.cfg_scale) if run.samples else ())
 
 

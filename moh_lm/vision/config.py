@@ -22,21 +22,26 @@ class ImageHeadsConfig(HeadsConfig):
     """heads: which attention heads a token uses (paper, section 3)"""
 
     head_selection: str = option(
-        "mixture", "all: ordinary attention; mixture: shared heads and a router's top-K", choices=("all", "mixture")
+        "mixture",
+        "all: ordinary attention; mixture: shared heads plus K heads that a router picks per token",
+        choices=("all", "mixture"),
     )
     num_shared_heads: tuple[int, ...] = option(
-        (), "heads that are always on: one number, one per stage of a ViT, or one per layer"
+        (), "heads that are always active: one value, one per stage of a ViT, or one per layer"
     )
-    num_active_routed_heads: tuple[int, ...] = option((), "K, routed heads per token, in the same form")
+    num_active_routed_heads: tuple[int, ...] = option(
+        (), "K, the routed heads that are active per token: one value, one per stage of a ViT, or one per layer"
+    )
     routing: str = option(
         "released",
-        "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; 2 sigmoid "
-        "of each score",
+        "how scores become gates: softmax shares (paper, Eq. 5-6); the same, scaled to start at 1; the authors' "
+        "released code; or 2 x sigmoid",
         choices=("paper", "paper_scaled", "released", "sigmoid"),
     )
     load_balance_scope: str = option(
         "micro_batch",
-        "tokens over which Eq. 7 counts selections: each image, each micro-batch, or the whole previous step",
+        "tokens over which the load-balancing loss (Eq. 7) counts selections: each image, each micro-batch, or the "
+        "whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
 
@@ -91,19 +96,19 @@ class ImageModelConfig(HeadsOfLayers):
 class ViTConfig(ImageModelConfig):
     """model: TransNeXt, four stages; of each stage width, layers, heads, MLP, pooling"""
 
-    image_size: int = option(224, "pixels of a side, a multiple of 32")
-    in_channels: int = option(3, "of an image: 3 for RGB, 1 for grey")
-    num_classes: int = option(1000, "classes; as many folders of images")
+    image_size: int = option(224, "side of an image in pixels, a multiple of 32")
+    in_channels: int = option(3, "channels of an image: 3 for RGB, 1 for grey")
+    num_classes: int = option(1000, "classes, each with a folder of images")
     hidden_sizes: tuple[int, ...] = option(VIT["S"]["hidden_sizes"], "width of each stage", metavar="N")
     depths: tuple[int, ...] = option(VIT["S"]["depths"], "layers of each stage", metavar="N")
     num_attention_heads: tuple[int, ...] = option(VIT["S"]["num_attention_heads"], "heads of each stage", metavar="N")
     mlp_ratios: tuple[int, ...] = option(
-        (8, 8, 4, 4), "of each stage: MLP width over width, before its 2/3", metavar="N"
+        (8, 8, 4, 4), "per stage: MLP width over width, before it is multiplied by 2/3", metavar="N"
     )
     sr_ratios: tuple[int, ...] = option(
-        (8, 4, 2, 1), "of each stage: by how much keys are pooled; 1: attention to all tokens", metavar="N"
+        (8, 4, 2, 1), "per stage: factor by which keys are pooled; 1: attention to all tokens", metavar="N"
     )
-    drop_path: float = option(0.45, "of the last layer: share of images that leave it out; grows linearly from 0")
+    drop_path: float = option(0.45, "share of images that skip the last layer; it grows linearly from 0")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
 
     def derived(self):
@@ -119,7 +124,7 @@ class ViTConfig(ImageModelConfig):
 
     @property
     def tokens(self):
-        """Of an image, in the first stage."""
+        """Tokens of an image in the first stage."""
         return (self.image_size // 4) ** 2
 
     @property
@@ -144,16 +149,16 @@ class ViTConfig(ImageModelConfig):
 class DiTConfig(ImageModelConfig):
     """model: DiT with adaLN-Zero"""
 
-    input_size: int = option(32, "side of what is generated: latents, or pixels of an image")
-    in_channels: int = option(4, "of what is generated")
+    input_size: int = option(32, "side of what is generated, in latents or pixels")
+    in_channels: int = option(4, "channels of what is generated")
     patch_size: int = option(2, "side of a patch")
     num_classes: int = option(1000, "classes")
-    hidden_size: int = option(DIT["S"]["hidden_size"], "width")
+    hidden_size: int = option(DIT["S"]["hidden_size"], "width of the model")
     num_layers: int = option(DIT["S"]["num_layers"], "layers")
     num_attention_heads: tuple[int, ...] = option(
         DIT["S"]["num_attention_heads"], "heads: one number, or one per layer"
     )
-    head_dim: int | None = option(None, "features of a head (default: --hidden-size over the heads of the first layer)")
+    head_dim: int | None = option(None, "width of a head (default: hidden size / heads of the first layer)")
     mlp_ratio: float = option(4.0, "MLP width over width")
     class_dropout: float = option(0.1, "share of images that are trained without their class")
     diffusion_steps: int = option(1000, "steps of the linear noise schedule")
@@ -168,7 +173,7 @@ class DiTConfig(ImageModelConfig):
 
     @property
     def tokens(self):
-        """Of an image."""
+        """Tokens of an image."""
         return (self.input_size // max(1, self.patch_size)) ** 2
 
     @property
@@ -189,35 +194,35 @@ class DiTConfig(ImageModelConfig):
 class ImageDataConfig:
     """data: images, or latents of images"""
 
-    data_dir: str = option("", "training images: a folder or tar of class folders, or of a DiT latents")
+    data_dir: str = option("", "training images: a directory or tar of class folders, or latents for a DiT")
     validation_dir: str = option("", "held-out images in the same form (default: none are held out)")
-    workers: int = option(4, "processes of a rank that read and augment images; 0: the rank itself")
-    rand_augment: float = option(9.0, "strength of RandAugment, 0 to 10, of a ViT; 0: none")
-    mixup: float = option(0.8, "alpha of Mixup, of a ViT; 0: off")
-    cutmix: float = option(1.0, "alpha of CutMix, of a ViT; 0: off")
-    random_erasing: float = option(0.25, "probability of Random Erasing, of a ViT")
-    min_crop_area: float = option(0.08, "least share of an image that a random crop keeps, of a ViT; 1: no crops")
+    workers: int = option(4, "processes per rank that read and augment images; 0: the rank does it itself")
+    rand_augment: float = option(9.0, "strength of RandAugment for a ViT, 0 to 10; 0: none")
+    mixup: float = option(0.8, "alpha of Mixup for a ViT; 0: off")
+    cutmix: float = option(1.0, "alpha of CutMix for a ViT; 0: off")
+    random_erasing: float = option(0.25, "probability of Random Erasing for a ViT")
+    min_crop_area: float = option(0.08, "smallest share of an image that a random crop keeps, for a ViT; 1: no crops")
     horizontal_flip: float = option(0.5, "probability that a training image is mirrored")
-    label_smoothing: float = option(0.1, "of a ViT")
-    repeated_augmentation: int = option(3, "augmentations of an image in a row, of a ViT; an epoch stays as long")
-    allow_data_change: bool = option(False, "go on with other images than those of the checkpoint")
+    label_smoothing: float = option(0.1, "label smoothing for a ViT")
+    repeated_augmentation: int = option(3, "augmentations of an image in a row, for a ViT; an epoch keeps its length")
+    allow_data_change: bool = option(False, "resume with other images than the checkpoint's")
 
 
 @dataclass(frozen=True)
 class ImageRunConfig(RunBase):
     """run: batch, budget, precision, files"""
 
-    batch_size: int = option(1024, "images per iteration, all ranks")
+    batch_size: int = option(1024, "images per iteration over all ranks")
     micro_batch_size: int = option(128, "images per rank in one forward pass")
-    epochs: float | None = option(None, "budget in passes over the training images", replaces="train_iters")
+    epochs: float | None = option(None, "training budget in passes over the images", replaces="train_iters")
     train_iters: int | None = option(
-        None, "budget in iterations; of this flag and --epochs the later one counts", replaces="epochs"
+        None, "training budget in iterations; if --epochs is given too, the last one takes effect", replaces="epochs"
     )
-    ema_decay: float = option(0.0, "of the moving average of the weights, which is evaluated and exported; 0: none")
-    eval_images: int = option(0, "held-out images evaluated; 0: all")
-    samples: int = option(16, "of a DiT: images drawn at every evaluation")
-    sampling_steps: int = option(250, "of a DiT: steps in which they are drawn")
-    cfg_scale: float = option(4.0, "of a DiT: weight of classifier-free guidance for them; 1: none")
+    ema_decay: float = option(0.0, "decay of the moving average of the weights that is evaluated and exported; 0: none")
+    eval_images: int = option(0, "held-out images to evaluate; 0: all")
+    samples: int = option(16, "images that a DiT draws at every evaluation")
+    sampling_steps: int = option(250, "steps in which a DiT draws them")
+    cfg_scale: float = option(4.0, "strength of classifier-free guidance for them; 1: none")
 
     @property
     def global_batch_size(self):
@@ -238,7 +243,7 @@ class ImageTraining(TaskConfig):
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     run: ImageRunConfig = field(default_factory=ImageRunConfig)
     unit, sample_name = "mean over images", "images"
-    of_presets = "sizes and heads that no other flag gives"
+    of_presets = "sets sizes and heads, unless other flags do"
     of_data = ("seed",)  # of the order of the images
     of_loss = (
         "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "horizontal_flip", "label_smoothing",

@@ -57,7 +57,7 @@ class Diffusion:
         return mean, low + (w + 1) / 2 * (high - low)
 
     def losses(self, predict, x, t, y, noise):
-        """Of images x, steps t, classes y and noise: [b]. predict: (x_t, t, y) -> e' and w, [b, 2c, H, W]."""
+        """The losses [b] of images x, steps t, classes y and noise. predict: (x_t, t, y) -> e' and w, [b, 2c, H, W]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         x, noise = x.to(wide), noise.to(wide)
         x_t = self.noised(x, t, noise)
@@ -74,7 +74,7 @@ class Diffusion:
     def sample(self, predict, y, noises, no_class=None, cfg_scale=1.0, progress=lambda: None):
         """Images of classes y, int64 [b], along the chain. noises: an iterator of [b, c, H, W]; the first is x_T.
 
-        predict: as of ``losses``. With guidance e' is that of ``no_class`` and ``cfg_scale`` times what the class adds
+        predict: see ``losses``. With guidance e' is that of ``no_class`` and ``cfg_scale`` times what the class adds
         to it (Ho and Salimans 2022, arXiv 2207.12598), in all channels; DiT's code does so in the first three only.
         w is that of the class. ``progress`` is called after each step.
         """

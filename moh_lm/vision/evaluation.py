@@ -99,6 +99,6 @@ class DiffusionEvaluation(Evaluation):
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(picture).save(path)
         except OSError as error:  # no drawing is worth ending a run for
-            print(f"{path}: {error.strerror or error}; this drawing is left out", file=sys.stderr, flush=True)
+            print(f"{path}: {error.strerror or error}; this drawing is skipped", file=sys.stderr, flush=True)
             return
         print(f"drew {path}", flush=True)

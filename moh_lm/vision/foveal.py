@@ -126,7 +126,7 @@ class AggregatedAttention(CosineAttention):
         return context
 
     def keys_and_values(self, x):
-        """Of tokens or cells [., b, d]: both [., b, h, e], keys of length 1."""
+        """Keys of length 1 and values of tokens or cells [., b, d], both [., b, h, e]."""
         key, value = self.kv(x).unflatten(-1, (2, *self.shape)).unbind(2)
         return F.normalize(key, dim=-1), value
 

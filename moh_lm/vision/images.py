@@ -36,7 +36,8 @@ from moh_lm.vision.augment import (
 )
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-ORDER, SAMPLE, MIXED, HELD_OUT = range(4)  # what random numbers are for
+ORDER, SAMPLE, MIXED, HELD_OUT, HASHED = range(5)  # what random numbers are for
+MOST_HASHED, MOST_BYTES = 2048, 1 << 24  # images, and bytes of them, that are hashed when a data set is opened
 
 
 class ImageBatch(NamedTuple):
@@ -61,14 +62,18 @@ class ImagePlace(NamedTuple):
     start: int
     size: int
 
+    def data(self):
+        """The bytes of the file. Raises OSError."""
+        with open(self.file, "rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
+
     def read(self, channels):
         """The Pillow image, grey or RGB. Raises ShardError if the bytes are none."""
         try:
-            with open(self.file, "rb") as file:
-                file.seek(self.start)
-                image = Image.open(io.BytesIO(file.read(self.size)))
+            image = Image.open(io.BytesIO(self.data()))
             if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
-                raise ValueError("its pixels are numbers of any range")
+                raise ValueError("its pixels have no fixed range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
                 pixels = np.asarray(image)
                 if pixels.min() < 0 or pixels.max() >= 2**16:
@@ -85,9 +90,11 @@ class ImagePlace(NamedTuple):
 class Images:
     """The images of a directory or tar of class folders, which may lie in one common folder there.
 
-    classes: names of the folders, sorted. labels: int64 [N], of images in the order of their names. notes: remarks for
-    the user. Raises ConfigError.
+    classes: names of the folders, sorted. labels: int64 [N], of images in the order of their names. sha256: of names
+    and labels. sampled: see ``sample_hash``. notes: remarks for the user. Raises ConfigError.
     """
+
+    content = "image files"
 
     def __init__(self, path):
         self.path = str(path)
@@ -113,6 +120,15 @@ class Images:
         number = {name: index for index, name in enumerate(self.classes)}
         self.labels = np.array([number[name] for name in found])
         self.sha256 = names_hash(names, self.labels)
+        try:
+            self.sampled = sample_hash(len(names), lambda index: self.place(index).data())
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror.lower()}); make it readable, or move it away"
+            raise ConfigError([f"{error.filename}: {reason}"]) from error
+
+    def identity(self):
+        """What tells these images from others, JSON-able."""
+        return {"sha256": self.sha256, "sampled": self.sampled}
 
     def place(self, index):
         name, (start, size) = self.names[index], self.spans[index].tolist()
@@ -164,9 +180,9 @@ def tar_files(path):
                 raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset}")
             while rest := tar.fileobj.read(1 << 20):
                 if rest.strip(tarfile.NUL):
-                    raise tarfile.ReadError("something follows its end, such as another tar")
+                    raise tarfile.ReadError("more data follow its end, such as another tar")
     except tarfile.ReadError as error:
-        text = f"is no whole tar without compression ({error}); give one, or a directory"
+        text = f"is not a complete uncompressed tar ({error}); give one, or a directory"
         raise ConfigError([f"{path}: {text}"]) from error
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror.lower()}); make it readable"]) from error
@@ -186,6 +202,22 @@ def names_hash(names, labels):
     """SHA-256 of the names of images and their labels."""
     lines = "".join(f"{name}\t{label}\n" for name, label in zip(names, labels.tolist(), strict=True))
     return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+
+
+def sample_hash(count, read, digest=None):
+    """SHA-256 of what ``read`` gives of ``count`` images, by their numbers.
+
+    Of a large data set only ``MOST_HASHED`` images, drawn at random but always the same, or as many as have
+    ``MOST_BYTES``: to read all of them would take longer than the start of a run. digest: a hash to add to.
+    """
+    digest, left = digest or hashlib.sha256(), MOST_BYTES
+    for index in generator(HASHED, count).permutation(count)[:MOST_HASHED].tolist():
+        data = read(index)
+        digest.update(data)
+        left -= len(data)
+        if left <= 0:
+            break
+    return digest.hexdigest()
 
 
 def generator(*numbers):
@@ -210,7 +242,7 @@ class Request(NamedTuple):
 
 
 class Samples:
-    """From a ``Request`` to its ``ImageBatch``, or to the ShardError of an image; a data set for torch's DataLoader.
+    """Turns a ``Request`` into its ``ImageBatch``, or the ShardError of an image; a data set for torch's DataLoader.
 
     A subclass has ``inputs`` of a request: what the model reads, and the sources, int64 [b], which number its
     ``source_names``. repeats: consecutive samples that are of the same image.

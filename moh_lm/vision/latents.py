@@ -4,9 +4,13 @@ tools/encode_latents.py writes a directory of latents:
 
     latents.npy     [N, 2, 2c, s, s], fp16 or fp32: of each image, and of its mirror image, the means and the logarithms
                     of the variances that an autoencoder gives its c channels of s x s
-    labels.npy      int64 [N]
-    latents.json    images, classes, image_size, dtype, factor, and the SHA-256 of the images' names and of the
-                    autoencoder; written last
+    labels.npy      int64 [N], from 0 to below the number of classes
+    checksums.npy   uint32 [N, 2]: the CRC-32 of each image's latents, and of its mirror image's
+    latents.json    images, classes, image_size, dtype, factor, the SHA-256 of the images' names, of a sample of the
+                    images and of the autoencoder, and ``content_hash``; written last
+
+Latents are compared with their checksum whenever they are read. Directories of earlier versions have no checksums.npy;
+of them, a hash of a sample of the latents tells a resumed run whether they are the same.
 
     x = (mean + exp(logvar / 2) eps) factor     logvar between -30 and 20, eps ~ N(0, 1)
 
@@ -16,6 +20,7 @@ sources of the log. A class is left out, as class num_classes, with probability 
 
 import hashlib
 import json
+import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -25,47 +30,85 @@ import torch
 from PIL import Image
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import read_json
-from moh_lm.vision.images import HELD_OUT, SAMPLE, Samples, generator
+from moh_lm.data.files import ShardError, read_json
+from moh_lm.vision.images import HELD_OUT, SAMPLE, Samples, generator, sample_hash
 
-LATENTS, LABELS, FACTS, PARTIAL = "latents.npy", "labels.npy", "latents.json", "latents.partial"
+LATENTS, LABELS, CHECKSUMS = "latents.npy", "labels.npy", "checksums.npy"
+FACTS, PARTIAL = "latents.json", "latents.partial"
+REMEDY = "restore the directory, or remove it and run tools/encode_latents.py again"
 
 
 class LatentPlace(NamedTuple):
-    """Where the latents of an image lie."""
+    """Where the latents of an image lie. checksums: CRC-32 of the image's and its mirror image's; None: unknown."""
 
     path: str
     index: int
     factor: float
+    checksums: list[int] | None = None
 
     def draw(self, mirrored, rng):
-        """Latents float32 [c, s, s] of the image or its mirror image."""
-        moments = moments_of(self.path)[self.index, int(mirrored)].astype(np.float32)
-        mean, logvar = np.split(moments, 2)
+        """Latents float32 [c, s, s] of the image or its mirror image. Raises ShardError if they are damaged."""
+        moments = moments_of(self.path)[self.index, int(mirrored)]
+        if self.checksums and zlib.crc32(moments.tobytes()) != self.checksums[int(mirrored)]:
+            damaged = f"the latents of image {self.index} are damaged: their CRC-32 is not that in {CHECKSUMS}"
+            raise ShardError(f"{self.path}/{LATENTS}: {damaged}; {REMEDY}")
+        mean, logvar = np.split(moments.astype(np.float32), 2)
         noise = rng.standard_normal(mean.shape, dtype=np.float32)
         return (mean + np.exp(logvar.clip(-30, 20) / 2) * noise) * np.float32(self.factor)
 
 
 class Latents:
-    """A directory of latents, with what moh_lm.vision.images.Images has. Raises ConfigError if it is damaged."""
+    """A directory of latents, with what moh_lm.vision.images.Images has. Raises ConfigError if it is damaged, or if a
+    label is none of its classes."""
+
+    content = "latents or labels"
 
     def __init__(self, path):
         self.path = str(path)
         try:
             facts = read_json(Path(path) / FACTS)
-            self.classes, self.factor, self.vae = facts["classes"], facts["factor"], facts["vae"]
+            self.classes, self.factor, self.vae = list(facts["classes"]), facts["factor"], facts["vae"]
             made = json.dumps([facts[key] for key in ("sha256", "image_size", "dtype", "factor", "vae")])
-            self.sha256 = hashlib.sha256(made.encode()).hexdigest()
+            self.sha256, self.hash = hashlib.sha256(made.encode()).hexdigest(), facts.get("content")
             self.labels = np.load(Path(path) / LABELS)
-            self.shape = moments_of(self.path).shape
+            self.checksums = np.load(Path(path) / CHECKSUMS) if self.hash else None
+            moments = moments_of(self.path)
+            self.shape = moments.shape
             if len(self.shape) != 5 or self.labels.shape != self.shape[:1]:
                 raise ValueError(f"latents {list(self.shape)}, but labels {list(self.labels.shape)}")
+            if self.shape[1] != 2 or self.shape[2] % 2 or self.shape[3] != self.shape[4]:
+                raise ValueError(f"{LATENTS} has shape {list(self.shape)}, which must be [N, 2, 2c, s, s]")
+            if self.labels.dtype.kind not in "iu":
+                raise ValueError(f"{LABELS} holds {self.labels.dtype}, and labels must be whole numbers")
+            if self.hash and self.hash != content_hash(facts, self.labels, self.checksums):
+                raise ValueError(f"{LABELS}, {CHECKSUMS} and {FACTS} differ from their hash")
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            remedy = "restore them, or run tools/encode_latents.py again"
-            raise ConfigError([f"{path}: its latents cannot be read ({error}); {remedy}"]) from error
+            raise ConfigError([f"{path}: its latents cannot be read ({error}); {REMEDY}"]) from error
+        self.check_labels()
+        labels = hashlib.sha256(self.labels.astype("<i8").tobytes())
+        self.sampled = sample_hash(len(moments), lambda index: moments[index].tobytes(), labels)
+
+    def check_labels(self):
+        """Raise ConfigError unless each label is a class."""
+        classes = len(self.classes)
+        wrong = np.flatnonzero((self.labels < 0) | (self.labels >= classes))
+        if len(wrong):
+            first = f"label {self.labels[wrong[0]]} of image {wrong[0]} must be between 0 and {classes - 1}"
+            why = f"{FACTS} names {classes} classes"
+            raise ConfigError([f"{self.path}: {LABELS}: {first}, since {why}; correct it, or {REMEDY}"])
+
+    @property
+    def notes(self):
+        remedy = "run the same tools/encode_latents.py command again to add them"
+        return [] if self.hash else [f"{self.path} has no checksums, so damage would go unnoticed; {remedy}"]
+
+    def identity(self):
+        """What tells these latents from others, JSON-able."""
+        return {"sha256": self.sha256, "sampled": self.sampled, **({"content": self.hash} if self.hash else {})}
 
     def place(self, index):
-        return LatentPlace(self.path, int(index), self.factor)
+        checksums = self.checksums[index].tolist() if self.hash else None
+        return LatentPlace(self.path, int(index), self.factor, checksums)
 
     def problems(self, model):
         """Why a model cannot read them."""
@@ -79,6 +122,13 @@ class Latents:
         return [f"{given}: {self.path} holds latents of {channels} channels, {size} x {size}; {needed}"]
 
 
+def content_hash(facts, labels, checksums):
+    """SHA-256 of what latents.json says beside it, of the labels and of the checksums, and so of all of a directory."""
+    known = json.dumps({key: value for key, value in sorted(facts.items()) if key != "content"})
+    parts = known.encode(), labels.astype("<i8").tobytes(), checksums.astype("<u4").tobytes()
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
 @lru_cache
 def moments_of(path):
     """The latents of a directory, mapped into memory: [N, 2, 2c, s, s]."""
@@ -87,7 +137,7 @@ def moments_of(path):
 
 def center_crop(image, size):
     """The middle of a Pillow image, size x size: halved while the shorter side is at least twice that, resized, cut (as
-    of ADM, Dhariwal and Nichol 2021, arXiv 2105.05233)."""
+    ADM does, Dhariwal and Nichol 2021, arXiv 2105.05233)."""
     while min(image.size) >= 2 * size:
         image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
     scale = size / min(image.size)

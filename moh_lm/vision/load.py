@@ -22,10 +22,10 @@ def load_model(step, weights=None):
     """
     kind = kind_of_run(step)
     if not issubclass(kind, ImageTraining):
-        raise ConfigError([f"{step}: is no image model; give a run of moh_lm.vision vit or dit"])
+        raise ConfigError([f"{step}: is not an image model; give a run of moh_lm.vision vit or dit"])
     config, reader = kind.load(Path(step) / "config.json"), FragmentReader(step)
     if weights == AVERAGE and not reader.averaged:
-        raise ConfigError([f"--weights {weights}: no moving average in {step}; choose master"])
+        raise ConfigError([f"--weights {weights}: {step} has no moving average; choose master"])
     averaged = reader.averaged if weights != "master" else ()
     model = MODELS[kind.kind][0](config.model.after(read_json(Path(step) / "state.json")["step"])).eval()
     for name, tensor in model.state_dict().items():

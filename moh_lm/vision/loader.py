@@ -50,7 +50,7 @@ def open_images(config):
         problems += class_problems(config.model.num_classes, *sources)
         if len({getattr(source, "vae", None) for source in sources}) > 1:
             given = f"--validation-dir {data.validation_dir}"
-            problems.append(f"{given}: is of another autoencoder than --data-dir; encode both by one")
+            problems.append(f"{given}: was encoded by another autoencoder than --data-dir; encode both with one")
     raise_any(problems)
     return ImageSet(config, *sources)
 
@@ -64,9 +64,9 @@ def class_problems(num_classes, training, held_out=None):
         return
     where, classes = f"--validation-dir {held_out.path}", set(held_out.classes)
     if other := sorted(classes - present):
-        yield f"{where} has {folders(other)}, which --data-dir {training.path} has not; remove it, or add it there"
+        yield f"{where} has {folders(other)}, which is not in --data-dir {training.path}; remove it, or add it there"
     if missing := sorted(present - classes):
-        yield f"{where} has no {folders(missing)}, which --data-dir {training.path} has; add it, or remove it there"
+        yield f"{where} has no {folders(missing)}, which is in --data-dir {training.path}; add it, or remove it there"
 
 
 def names_of_training(step):
@@ -80,7 +80,28 @@ def name_problems(step, images):
     names = names_of_training(step) or images.classes
     if names != images.classes and len(names) == len(images.classes):
         was, now = next(pair for pair in zip(names, images.classes, strict=True) if pair[0] != pair[1])
-        yield f"--images {images.path}: has {now} where the training had {was}; give folders of the same names"
+        yield f"--images {images.path}: has {now} where the training data had {was}; give folders with the same names"
+
+
+def facts_of(source):
+    """What a checkpoint says of ``Images`` or ``Latents``."""
+    return {"images": len(source.labels), "classes": len(source.classes), **source.identity()}
+
+
+def difference(given, source, before):
+    """A sentence if ``source``, the value of the flag ``given``, is not what a checkpoint says that it was ``before``.
+
+    Only what the checkpoint knows is compared: older ones know no content.
+    """
+    now = {**facts_of(source), "names": source.classes}
+    if all(before[key] == now[key] for key in before.keys() & now.keys()):
+        return []
+    was, is_now = (f"{facts['images']} images of {facts['classes']} classes" for facts in (before, now))
+    if was != is_now:
+        return [f"{given} {source.path} had {was} and has {is_now}"]
+    if before["sha256"] != now["sha256"]:
+        return [f"{given} {source.path} has {is_now}, as before, but under other names"]
+    return [f"{given} {source.path} has other {source.content} than before, under the same names"]
 
 
 def folders(names):
@@ -99,19 +120,17 @@ class ImageSet(TrainingData):
         self.source_names = self.samples.source_names
 
     def state(self, consumed=0):
-        """For a checkpoint: what identifies the images."""
-        source = self.training
-        facts = {"images": self.num_images, "classes": len(source.classes), "sha256": source.sha256}
-        return {"segments": [{**facts, "names": source.classes}], "units": {}}
+        """For a checkpoint: what identifies the images, and those that are held out."""
+        held_out = {"held_out": facts_of(self.held_out)} if self.held_out else {}
+        return {"segments": [{**facts_of(self.training), "names": self.training.classes, **held_out}], "units": {}}
 
     def changes(self, saved, consumed=0):
-        """A sentence if the images are other than those of a checkpoint."""
-        before, now = saved["segments"][-1], self.state()["segments"][-1]
-        if before == now:
-            return []
-        was, is_now = (f"{facts['images']} images of {facts['classes']} classes" for facts in (before, now))
-        names = ", under other names" if was == is_now else ""
-        return [f"--data-dir {self.training.path} had {was} and has {is_now}{names}"]
+        """Sentences for images that are other than those of a checkpoint; a run may begin or cease to hold out some."""
+        before = saved["segments"][-1]
+        found = difference("--data-dir", self.training, before)
+        if self.held_out and "held_out" in before:
+            found += difference("--validation-dir", self.held_out, before["held_out"])
+        return found
 
     def tokens_read(self, samples):
         return samples * self.config.seq_length

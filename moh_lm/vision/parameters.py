@@ -19,7 +19,7 @@ def describe(parameter, std=None, bound=None, value=0.0, decays=True):
 
 
 def described(module, std=None, bound=None, value=0.0, decays=True):
-    """The same of a module's weight; its bias, if it has one, begins with 0. Returns the module."""
+    """``describe`` the weight of a module; its bias, if it has one, begins with 0. Returns the module."""
     describe(module.weight, std, bound, value, decays)
     if module.bias is not None:
         describe(module.bias)

@@ -35,7 +35,7 @@ def state_dict(content, weights=None):
     key = weights or next(iter(keys), None)
     found = content[key] if key else content
     if not isinstance(found, dict) or not all(hasattr(value, "shape") for value in found.values()):
-        raise ConfigError([f"no state dict: give a file that is one, or has one as one of {', '.join(KEYS)}"])
+        raise ConfigError([f"not a state dict: give a file that is one, or has one under {', '.join(KEYS)}"])
     return {our_name(name): tensor for name, tensor in found.items()}, key
 
 

@@ -29,7 +29,7 @@ def pipe_of_python():
 def test_a_reader_that_goes_away_ends_no_work(pipe_of_python):
     reader, writer = os.pipe()
     os.close(reader)
-    for unheard in ("goes on", "ends"):
+    for unheard in ("continues", "ends"):
         with open(os.dup(writer), "w") as file, pytest.raises(SystemExit) if unheard == "ends" else nullcontext():
             for _ in range(2):
                 print("text", file=Output(file, unheard), flush=True)

@@ -97,7 +97,7 @@ def test_files_of_another_tokenizer_are_not_replaced(tmp_path, capsys):
     directory, model = hugging_face_tokenizer(tmp_path / "hf", "bytes"), train_model(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
     before = {path: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(AssertionError, match="hf: has tokenizer.json, of another tokenizer"):
+    with pytest.raises(AssertionError, match="hf: has tokenizer.json of another tokenizer"):
         tokenize(model, directory, f"a={tmp_path}/a.jsonl")
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
@@ -240,9 +240,9 @@ def test_documents_end_as_the_model_was_pretrained(name, end, tmp_path):
     tokenizer = Tokenizer(str(model_directory(tmp_path / "hf", name)))
     assert tokenizer.model.id_to_piece(tokenizer.eos_id) == end
     assert tokenizer.ends().startswith(f"documents end with {end} (id {tokenizer.eos_id})")
-    assert tokenizer.ends().endswith("before them (--bos puts <s> (id 1) there, as transformers does)")
+    assert tokenizer.ends().endswith("no token begins them (--bos puts <s> (id 1) there, as transformers does)")
     chat = MODELS[name][1]
-    assert (f", since {chat} ends a turn" in tokenizer.ends()) == (chat not in (None, end))
+    assert (f", since {chat} only ends a turn" in tokenizer.ends()) == (chat not in (None, end))
 
 
 def test_without_a_model_beside_it_the_eos_token_ends_documents(tmp_path):
@@ -259,7 +259,7 @@ def test_a_data_directory_knows_the_end_of_its_documents(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
     source = f"a={tmp_path}/a.jsonl"
     stdout, _ = tokenize(directory, tmp_path / "out", source)
-    assert "documents end with <|endoftext|> (id 300), since <|im_end|> ends a turn in chats of this model" in stdout
+    assert "documents end with <|endoftext|> (id 300), since <|im_end|> only ends a turn in" in stdout
     (shard,) = shards(tmp_path / "out", "a")
     assert shard.read(shard.num_tokens - 1, 1).tolist() == [300]
     config = tmp_path / "out/tokenizer_config.json"
@@ -268,7 +268,7 @@ def test_a_data_directory_knows_the_end_of_its_documents(tmp_path):
     assert read_manifest(tmp_path / "out")["tokenizer"]["eos_id"] == 300
     assert HuggingFaceModel(tmp_path / "out").eos_id() == 300
     for tokenizer in (directory, tmp_path / "out"):
-        assert "1 of them complete already" in tokenize(tokenizer, tmp_path / "out", source)[0]
+        assert "1 of them already complete" in tokenize(tokenizer, tmp_path / "out", source)[0]
     change(config, **{DOCUMENT_END: "<|im_end|>"})
     with pytest.raises(ShardError, match="documents end with id 300, and not with '<|im_end|>', id 302; restore it"):
         read_manifest(tmp_path / "out")
@@ -278,8 +278,8 @@ def test_another_end_in_the_model_beside_a_tokenizer_is_said(tmp_path):
     train_model(tmp_path)
     change(tmp_path / "config.json", eos_token_id=[32_000, 32_007])
     said = Tokenizer(str(tmp_path)).ends()
-    assert "end with </s> (id 2), but the config.json beside the tokenizer ends a text with id" in said
-    assert "id 32000, 32007; nothing is put before them (--bos puts <s> (id 1) there)" in said
+    assert "end with </s> (id 2), but the config.json beside the tokenizer says that texts end with id" in said
+    assert "id 32000, 32007; no token begins them (--bos puts <s> (id 1) there)" in said
     change(tmp_path / "config.json", eos_token_id=[2, 32_007])
     assert "config.json" not in Tokenizer(str(tmp_path)).ends()
     for damage in ("[" * 100_000, "[]"):
@@ -311,7 +311,7 @@ def test_with_bos_every_document_begins_with_it(tmp_path):
         assert shard.num_documents == len(TEXTS) + 1 and expected.tolist().count(bos) == shard.num_documents
         assert shard.sidecar["tokenizer"]["bos_id"] == read_manifest(output)["tokenizer"]["bos_id"] == bos
         again, _ = tokenize(path, output, f"a={tmp_path}/a.jsonl", bos=True, no_shuffle=True)
-        assert "1 of them complete already" in again
+        assert "1 of them already complete" in again
         _, stderr = tokenize(path, output, f"a={tmp_path}/a.jsonl", no_shuffle=True, code=2)
         assert f"with end-of-sequence id {eos} after each and {bos} before; --tokenizer has" in stderr
 

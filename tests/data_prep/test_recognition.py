@@ -230,7 +230,7 @@ def test_a_set_that_no_file_holds_makes_no_source_unless_asked(model, tmp_path):
     stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
     assert list(read_manifest(tmp_path / "out")["sources"]) == ["slimpajama-c4"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "slimpajama-c4", "tokenizer.model"}
-    assert stdout.count("no document of these files belongs to it") == 6
+    assert stdout.count("none of the documents in these files belongs to it") == 6
     only = ["slimpajama-c4", "slimpajama-books"]
     _, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", only=only, code=1)
     assert "failed: slimpajama-books: holds no document" in stderr
@@ -278,7 +278,7 @@ def test_unknown_files_are_refused_with_the_flag_to_use(tmp_path):
     with pytest.raises(ConfigError) as error:
         sources_below(tmp_path)
     head, *listed = error.value.problems
-    assert "11 files are of no known corpus" in head and "--source NAME=GLOB" in head
+    assert "11 files belong to no known corpus" in head and "--source NAME=GLOB" in head
     assert sorted(listed) == sorted(f"{tmp_path}/{name}: {what}" for name, what in unknown.items())
 
 
@@ -288,7 +288,7 @@ def test_an_unknown_file_fails_by_name_and_hides_no_other(model, tmp_path):
     stdout, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", code=1)
     assert decoded(tmp_path / "out", "pile", model) == ["a"]
     assert f"failed: {tmp_path}/in/novel.txt: holds plain text" in stderr
-    assert "1 files are of no known corpus" in stdout and "--source NAME=GLOB" in stdout
+    assert "1 files belong to no known corpus" in stdout and "--source NAME=GLOB" in stdout
 
 
 def test_tables_of_hugging_face_are_recognised_by_their_columns(tmp_path):
@@ -327,8 +327,9 @@ def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path
         (tmp_path / "in" / name).write_text("no data")
     (tmp_path / "in/empty.jsonl").touch()
     stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
-    assert f"left out, as no data: 10 files, such as {tmp_path}/in/._x.jsonl; {tmp_path}/out/left_out" in stdout
-    expected = [f"left out, as no data: {tmp_path}/in/{name}" for name in sorted([*left_out, "empty.jsonl"])]
+    why = "left out because they are not data"
+    assert f"{why}: 10 files, such as {tmp_path}/in/._x.jsonl; {tmp_path}/out/left_out" in stdout
+    expected = [f"{why}: {tmp_path}/in/{name}" for name in sorted([*left_out, "empty.jsonl"])]
     assert (tmp_path / "out/left_out.txt").read_text().splitlines() == expected
     assert decoded(tmp_path / "out", "pile", model) == ["a"]
     (tmp_path / "in/x.jsonl").unlink()

@@ -109,7 +109,7 @@ def test_part_of_the_files_of_a_shared_shard_is_refused(model, tmp_path, monkeyp
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     before = files(tmp_path / "out")
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/0*", code=2)
-    assert f"of 2 others, such as {tmp_path}/in/10.txt; name them too" in stderr
+    assert f"from 2 others, such as {tmp_path}/in/10.txt; name all" in stderr
     assert files(tmp_path / "out") == before
     (tmp_path / "in/10.txt").unlink()
     (tmp_path / "in/11.txt").unlink()
@@ -137,7 +137,7 @@ def test_a_file_with_the_text_of_one_in_a_shared_shard_is_named(model, tmp_path)
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     (tmp_path / "x.txt").write_text("text 07")
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/x.txt", code=2)
-    assert f"such as {tmp_path}/x.txt, and of 17 others, such as {tmp_path}/in/00.txt; name them too, or" in stderr
+    assert f"such as {tmp_path}/x.txt, and from 17 others, such as {tmp_path}/in/00.txt; name all of them" in stderr
 
 
 def test_texts_with_shards_of_their_own_keep_them(model, tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(corpus, model, re
             for path in (sidecar, sidecar.with_suffix(".bin"), sidecar.with_suffix(".idx")):
                 assert path.read_bytes() == expected[str(path.relative_to(output))]
     result = run(*flags_of(corpus, model, output)).stdout.decode()
-    complete = map(int, re.findall(r"(\d+) of them complete already", result))
+    complete = map(int, re.findall(r"(\d+) of them already complete", result))
     assert len(expected) / 3 > sum(complete) >= len(after) >= 5
     assert files(output) == expected
 
@@ -219,7 +219,7 @@ def test_a_restart_redoes_only_what_is_missing_or_damaged(corpus, model, referen
         file.write(b"\0\0")
     times = {path: path.stat().st_mtime_ns for path in rest}
     stdout, _ = tokenize(model, output, *sources, unit_size="32k")
-    assert f"x: {len(rest) + 2} shards of 1 files, {len(rest)} of them complete already" in stdout
+    assert f"x: {len(rest) + 2} shards from 1 files, {len(rest)} of them already complete" in stdout
     assert {path: path.stat().st_mtime_ns for path in rest} == times
     assert files(output) == files(reference)
 
@@ -279,7 +279,7 @@ def test_a_worker_that_is_killed_fails_its_unit_only(model, tmp_path):
             worker.kill()
         elif event != "progress":
             outcome[unit.name] = (event, value)
-    assert outcome["large.jsonl"] == ("failed", "the worker died (exit code -9)")
+    assert outcome["large.jsonl"] == ("failed", "its worker process died (exit code -9)")
     assert outcome["small.jsonl"][0] == "done"
 
 

@@ -178,7 +178,7 @@ def test_mistakes_are_refused_with_the_remedy(old, texts, tmp_path):
     sentencepiece_model(tmp_path / "unigram.model", TEXTS * 5, 200, **unigram)
     flags = ["--input", texts / "new.txt", "--output", tmp_path / "m.model"]
     for mistake, words in [
-        (["--tokenizer", old, "--vocab-size", 400], "has 400 already"),
+        (["--tokenizer", old, "--vocab-size", 400], "already has 400"),
         (["--tokenizer", old, "--vocab-size", 100_000], "the text is too small for it; give at most"),
         (["--tokenizer", tmp_path / "unigram.model", "--vocab-size", 500], "only BPE models can be extended"),
         (["--tokenizer", old], "one of the arguments --vocab-size --add-pieces is required"),
@@ -192,7 +192,7 @@ def test_mistakes_are_refused_with_the_remedy(old, texts, tmp_path):
 def test_a_vocabulary_is_not_written_over_the_one_it_extends(old, texts):
     before = old.read_bytes()
     for given in (old, old.parent):  # a directory stands for the model in it
-        with pytest.raises(ConfigError, match="is the --tokenizer, which its shards need; name another file"):
+        with pytest.raises(ConfigError, match="is the --tokenizer, which its shards need; give another file"):
             extend(given, old, "--vocab-size", 420, "--input", texts / "new.txt")
     assert old.read_bytes() == before
 

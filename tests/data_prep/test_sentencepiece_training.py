@@ -85,7 +85,7 @@ def test_what_sentencepiece_cannot_train_on_is_one_line(monkeypatch):
         raise RuntimeError("INTERNAL: src/trainer_interface.cc(467) [!sentences_.empty()] ")
 
     monkeypatch.setattr("sentencepiece.SentencePieceTrainer.train", fail)
-    with pytest.raises(ConfigError, match=r"--vocab-size 300: SentencePiece cannot .*; give more, or other text$"):
+    with pytest.raises(ConfigError, match=r"--vocab-size 300: SentencePiece cannot .*; give more text, or other text$"):
         train_model([b"text"], 300)
 
 

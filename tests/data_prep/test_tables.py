@@ -60,7 +60,7 @@ def test_arrow_files_as_datasets_writes_them_are_read(form, tmp_path):
     data = arrow(table, form, options=compressed("zstd"))
     assert read(write(tmp_path / "x", data)) == (texts, {"missing text": 1, "empty text": 1})
     assert [document.offset for document in documents(inspect_file(str(tmp_path / "x"), "x"), "text")] == [*range(102)]
-    with pytest.raises(InputError, match="no column 'body' but id, text; give --text-key"):
+    with pytest.raises(InputError, match="no column 'body', only id, text; give --text-key"):
         read(tmp_path / "x", "body")
     for cut in (8, 9, len(data) // 2):  # the first loses the mark at the end of a stream and no row
         with pytest.raises(InputError, match=f"{tmp_path}/cut"):
@@ -78,7 +78,7 @@ def test_tables_whose_names_are_not_utf_8_are_read(container, tmp_path):
 
 def test_arrow_streams_one_after_another_are_refused(tmp_path):
     data = arrow(pyarrow.table({"text": TEXTS}), "stream")
-    with pytest.raises(InputError, match="both: several Arrow streams, one after another; give each a file of its own"):
+    with pytest.raises(InputError, match="both: holds several Arrow streams in a row; put each into its own file"):
         read(write(tmp_path / "both", data + data))
 
 
@@ -102,7 +102,7 @@ def test_a_row_beyond_the_limit_is_too_long(tmp_path, monkeypatch):
 
 def test_a_file_without_the_column_is_an_error_with_its_columns(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "id": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(InputError, match="no column 'text' but content, id; give --text-key"):
+    with pytest.raises(InputError, match="no column 'text', only content, id; give --text-key"):
         read(tmp_path / "x.parquet")
     assert read(tmp_path / "x.parquet", "content") == (["a"], {})
 
@@ -112,7 +112,7 @@ def test_a_column_of_a_flattened_table_may_have_dots(tmp_path):
     pyarrow.parquet.write_table(nested.flatten(), tmp_path / "flat.parquet")
     assert read(tmp_path / "flat.parquet", "page.text") == (["a"], {})
     pyarrow.parquet.write_table(nested, tmp_path / "nested.parquet")
-    with pytest.raises(InputError, match="no column 'page.text' but page; give --text-key"):
+    with pytest.raises(InputError, match="no column 'page.text', only page; give --text-key"):
         read(tmp_path / "nested.parquet", "page.text")
 
 
@@ -127,7 +127,7 @@ def test_a_column_of_lists_is_refused_before_it_is_read(container, tmp_path):
             pyarrow.parquet.write_table(table, tmp_path / "x")
         else:
             write(tmp_path / "x", arrow(table, "file"))
-        with pytest.raises(InputError, match=rf"its column 'text' holds {kind}<.*, no text; give another --text-key"):
+        with pytest.raises(InputError, match=rf"its column 'text' holds {kind}<.*, not text; give another --text-key"):
             read(tmp_path / "x")
         assert read(tmp_path / "x", "body") == (["a", "b"], {})
 

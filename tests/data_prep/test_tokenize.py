@@ -80,9 +80,9 @@ def test_every_mistake_of_usage_is_one_line_and_exit_code_2(model, tmp_path, cap
         ({"--source": f"a={tmp_path}/folder"}, f"write '{tmp_path}/folder/*'"),
         ({"--source": f"{tmp_path}/a.txt"}, "write NAME=GLOB"),
         ({"--source": f"a/b={tmp_path}/a.txt"}, "begin the name with a letter or digit"),
-        ({"--source": f"manifest.json={tmp_path}/a.txt"}, "manifest.json is a file of every data directory"),
-        ({"--recognize": tmp_path / "absent"}, "is no directory"),
-        ({"--only": "pile"}, "give that too"),
+        ({"--source": f"manifest.json={tmp_path}/a.txt"}, "manifest.json is the name of a file in every"),
+        ({"--recognize": tmp_path / "absent"}, "is not a directory"),
+        ({"--only": "pile"}, "give --recognize too"),
         ({"--output": tmp_path / "a.txt" / "out"}, "cannot be written"),
         ({"--workers": "0"}, "--workers 0: must be 1 or above"),
         ({"--unit-size": "many"}, "--unit-size many: write a whole number"),
@@ -164,7 +164,7 @@ def test_standard_input_is_divided_and_known_when_it_comes_again(model, tmp_path
     assert not list((tmp_path / "out/a").glob("stdin.tmp*"))
     before = files(tmp_path / "out")
     again = run(*flags, input=json_lines(texts)).stdout.decode()
-    complete = re.search(r"a: (\d+) shards of 1 files, (\d+) of them complete already", again)
+    complete = re.search(r"a: (\d+) shards from 1 files, (\d+) of them already complete", again)
     assert complete[1] == complete[2]
     assert files(tmp_path / "out") == before
     others = [["x" * 70_000, word, "y" * 70_000] for word in ("left", "lost")]  # of one size, with the same ends
@@ -249,7 +249,7 @@ def test_copies_are_left_out_and_a_shard_of_one_is_replaced(model, tmp_path):
     tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
     (tmp_path / "a.jsonl").write_bytes(json_lines(["once"]))
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", f"a={tmp_path}/b*")
-    assert f"left out, as copies of other files: {tmp_path}/b.jsonl" in stdout
+    assert f"left out as copies of other files: {tmp_path}/b.jsonl" in stdout
     assert "replaced 1 shards" in stdout
     assert decoded(tmp_path / "out", "a", model) == ["once"]
 
@@ -283,7 +283,7 @@ def test_the_space_mark_in_a_text_is_counted_and_said(text, altered, model, tmp_
     (tmp_path / "a.jsonl").write_bytes(json_lines([text, "plain"]))
     for _ in range(2):  # also if the shard is complete already
         stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
-        assert ("U+2581 is in 1 documents: SentencePiece keeps it for itself" in stdout) == bool(altered)
+        assert ("U+2581 is in 1 documents: SentencePiece reserves it" in stdout) == bool(altered)
     (shard,) = shards(tmp_path / "out", "a")
     assert shard.sidecar.get("altered", 0) == altered
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([text.replace("\u2581", " "), "plain"])
@@ -340,10 +340,10 @@ def test_a_file_that_differs_in_its_middle_only_is_another(model, tmp_path):
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     (tmp_path / "two/a.jsonl").rename(tmp_path / "two/b.jsonl")
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/copy/*", f"a={tmp_path}/two/*", unit_size="100K")
-    assert "a: 8 shards of 2 files, 4 of them complete already" in stdout
+    assert "a: 8 shards from 2 files, 4 of them already complete" in stdout
     shutil.rmtree(tmp_path / "one")  # moved, as it seems
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/copy/*", unit_size="100K")
-    assert "a: 4 shards of 1 files, 4 of them complete already" in stdout
+    assert "a: 4 shards from 1 files, 4 of them already complete" in stdout
 
 
 def test_shards_of_inputs_that_are_not_named_are_counted(model, tmp_path):
@@ -356,7 +356,7 @@ def test_shards_of_inputs_that_are_not_named_are_counted(model, tmp_path):
     (tmp_path / "in/a.jsonl").unlink()
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     (line,) = [line for line in stdout.splitlines() if "does not name" in line]
-    assert line == "1 shards (2 documents) of inputs that this command does not name stay in a"
+    assert line == "a keeps 1 shards (2 documents) from inputs that this command does not name"
 
 
 def test_a_source_without_a_document_fails_and_says_why(model, tmp_path):
@@ -382,7 +382,7 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name(model, tmp_path, monk
     (tmp_path / "in/empty.txt").touch()
     (tmp_path / "in/blank.jsonl").write_text("\n\n")
     stdout, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
-    assert f"without a document: {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
+    assert f"contain no document: {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
     for name, (_, reasons) in lost.items():
         assert f"{tmp_path}/in/{name}: holds no document ({reasons})" in stderr
     assert stderr.count("failed: ") == len(lost)
@@ -391,7 +391,7 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name(model, tmp_path, monk
     _, stderr = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", code=1)
     assert f"{tmp_path}/in/latin-1.txt: holds no document (1 bad UTF-8)" in stderr
     stdout, _ = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", max_bad_fraction=0.5)
-    assert f"without a document: {tmp_path}/in/empty.txt\n" in stdout
+    assert f"contain no document: {tmp_path}/in/empty.txt\n" in stdout
     assert decoded(tmp_path / "grouped", "a", model) == ["sound"]
 
 

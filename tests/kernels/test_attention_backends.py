@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
         (True, "triton --reset-at-documents", None),
         (True, "auto --head-dim 24", None),
         (True, "triton --routed-keys selected", None),
-        (True, "triton --routed-keys selected --window 9", "does not know --routed-keys selected with --window"),
+        (True, "triton --routed-keys selected --window 9", "does not support --routed-keys selected with --window"),
         (True, "auto --routed-keys selected", None),
         (False, "auto --routed-keys selected --head-selection gated", "selected: no layer has routed heads; leave it"),
     ],

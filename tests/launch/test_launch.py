@@ -400,7 +400,7 @@ def test_an_environment_without_pip_gets_it_or_says_so(checkout):
 def test_an_unwritable_environment_is_reported_with_the_remedy(checkout):
     (checkout / "venv" / "moh_lm.stamp").mkdir()
     code, output, calls = prepare(checkout, "test")
-    assert (code, calls) == (1, []) and "venv cannot be written: mend this, or activate" in output.splitlines()[-1]
+    assert (code, calls) == (1, []) and "venv cannot be written: fix this, or activate" in output.splitlines()[-1]
 
 
 def test_threads_are_counted_also_where_there_is_no_nproc():

@@ -175,7 +175,7 @@ def test_a_compiled_run_has_the_losses_and_norms_of_a_plain_one(world_size, more
 @pytest.mark.parametrize(
     "flags, problem",
     [
-        ("--attention-backend cpu_sparse", "--compile: does not know --attention-backend cpu_sparse"),
+        ("--attention-backend cpu_sparse", "--compile: does not support --attention-backend cpu_sparse"),
         ("--zero-stage 3 --attention-backend dense", None),
         ("", "--compile: needs a C++ compiler on a machine without a GPU"),
     ],

@@ -269,7 +269,7 @@ def test_a_planted_dead_source_fires_once(data_dir, tmp_path):
     run_ranks(run_without_odd, 2, arguments(data_dir, tmp_path, *QUICK, "--alarm-throughput", "0"))
     (event,) = events(tmp_path, "alarm")
     assert (event["step"], event["alarm"], event["source"]) == (1, "dead source", "odd")  # 8 samples * 2 / 7 > 2
-    assert event["details"] == ["no sample among 8, its share of the mix is 28.57%"]
+    assert event["details"] == ["no sample among 8, although its share of the mix is 28.57%"]
 
 
 def test_a_source_whose_loss_is_not_finite_fires_and_is_over(data_dir, tmp_path):

@@ -79,7 +79,7 @@ def test_a_file_that_one_rank_cannot_read_ends_all_ranks(tmp_path):
     for problems, (words, rank) in zip(found, expected, strict=True):
         (problem,) = problems
         assert f"{words} (rank {rank} on " in problem
-        assert problem.endswith("mend this, and start the same command again")
+        assert problem.endswith("fix this, and run the same command again")
     assert step == tmp_path / "checkpoints" / "step-2"
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", "step-1", "step-2"]
 

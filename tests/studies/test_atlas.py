@@ -302,6 +302,15 @@ def test_a_small_factor_is_read_from_its_directory(tmp_path):
     assert plan.tuning_losses(VARIANTS[0], ()).keys() >= {0.00002, 0.00004}
 
 
+def test_odd_folders_end_no_plan(tmp_path):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "0.5", "1")
+    steps = plan.iterations(plan.sizes[0], VARIANTS[0])
+    for name in ("rate-x-seed-0", "rate-1e-seed-0", "rate-1.0-seed-0", "rate-1-seed-1 (copy)", "rate-2-seed-0"):
+        write_rows(tmp_path / "runs/s/dense" / name, {"step": steps, "evaluation": {"a": 3.0}})
+    assert plan.tuning_losses(VARIANTS[0], ()) == {2: 3.0}
+    assert [trial.factor for trial in plan.there()] == [2]
+
+
 def test_a_schedule_is_held_against_the_runs_of_the_plan(tmp_path):
     given = ("--variants", "dense", "--rates", "1", "--schedule", "wsd")
     plan = make(tmp_path, *given, "--decay-iters", "9")

@@ -1,6 +1,7 @@
 """The report of a table of runs: its statistics against scipy and figures made by hand, and what it leaves out."""
 
 import math
+import shutil
 
 import pytest
 
@@ -23,6 +24,19 @@ def written(out):
     lines = (out / "REPORT.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     return lines, {row[1]: row for row in cells}
+
+
+def test_odd_folders_end_no_table(tmp_path, capsys):
+    write_losses(tmp_path, "dense", [3.0])
+    odd = ("x-seed-0", "1e-seed-1", "..-seed-1", "1.2.3-seed-1", "1.0-seed-1", "01-seed-1", "1-seed-1 (copy)")
+    write_losses(tmp_path, "other", [9.0])
+    for name in odd:
+        shutil.copytree(tmp_path / "runs/s/other/rate-1-seed-1", tmp_path / f"runs/s/dense/rate-{name}")
+    write_losses(tmp_path, "static-50", [2.0])
+    (tmp_path / "runs/s/static-50/rate-1-seed-1/config.json").write_text("{")
+    _, rows = written(tmp_path)
+    assert "3.0000" in rows["dense"] and "static-50" not in rows
+    assert "static-50/rate-1-seed-1/config.json: is not a configuration" in capsys.readouterr().err
 
 
 def test_dense_tokens_are_interpolated_in_the_logarithm():

@@ -1,6 +1,7 @@
 """The ladder: its order of runs, the branches of a rung, what is refused, and its table of losses."""
 
 import json
+import shutil
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_the_report_has_a_row_for_every_complete_run(tmp_path, capsys):
     assert rows[2][2] == f"{tokens:,}" and int(rows[0][2].replace(",", "")) * 4 == tokens
 
 
+def test_odd_folders_end_no_report(tmp_path, capsys):
+    found, configs = make(tmp_path)
+    whole = found["1M"][0]
+    finish(whole, configs[whole.directory])
+    for name in ("1M/tokens-many", "backup/tokens-20", "3M/tokens-20"):
+        shutil.copytree(whole.directory, tmp_path / "runs" / name)
+    (tmp_path / "runs/3M/tokens-20/config.json").write_text("{")
+    ladder_report.write(tmp_path)
+    rows = [line for line in (tmp_path / "REPORT.md").read_text().splitlines() if line.startswith("| 1M")]
+    assert len(rows) == 1 and "| 3M" not in (tmp_path / "REPORT.md").read_text()
+    assert f"left out: {tmp_path}/runs/3M/tokens-20/config.json: is not a configuration" in capsys.readouterr().err
+
+
 def test_a_branch_begins_where_the_stable_run_saves(tmp_path):
     found, configs = make(tmp_path, "--vocab-size", "64")
     for whole, *branches in found.values():
@@ -82,7 +96,7 @@ def test_flags_win_over_those_of_the_ladder_or_are_refused(tmp_path):
         (["--config", str(file)], "--preset: the ladder sets it"),
         ([*widths, "--hidden-size", "64"], "--hidden-size: the ladder sets it; give --widths"),
         ([*widths, "--learning-rate", "1e-3"], "--learning-rate: the ladder sets it; give --rates"),
-        (["--rates", "1e-3"], "--rates: are those of --widths"),
+        (["--rates", "1e-3"], "--rates: needs --widths"),
     ]:
         with pytest.raises(ConfigError, match=words):
             make(tmp_path, *more)

@@ -40,7 +40,7 @@ def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
         name = os.fsencode(tmp_path / "sleep") + b"\xff"  # not UTF-8
         os.symlink(os.fsencode(shutil.which("sleep")), name)
         sleeper = subprocess.Popen([name, "60"])
-        cases = {sleeper.pid: "which is stopped; `kill -CONT", 2**22 + 1: "which is not seen here"}
+        cases = {sleeper.pid: "which is stopped; `kill -CONT", 2**22 + 1: "which is not visible here"}
         sleeper.send_signal(signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)
         holder = json.loads((tmp_path / ".lock").read_text())
@@ -50,7 +50,7 @@ def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
         sleeper.kill()
         sleeper.wait()
         (tmp_path / ".lock").write_text(json.dumps({**holder, "host": "node7"}))
-        assert f"`ssh node7 ps -p {own}` tells whether that is alive" in refused(tmp_path)
+        assert f"`ssh node7 ps -p {own}` tells whether it is alive" in refused(tmp_path)
         for content in ("", "[]", '{"host": 1}'):  # of an earlier version, or cut short
             (tmp_path / ".lock").write_text(content)
             assert "(the lock does not say which); end it" in refused(tmp_path)
@@ -61,7 +61,7 @@ def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
 
 def test_a_lock_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / ".lock").mkdir()
-    assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; mend this"
+    assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; fix this"
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):

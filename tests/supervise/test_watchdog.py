@@ -57,7 +57,7 @@ def test_a_rank_that_dies_ends_the_others_with_its_name(data_dir, tmp_path):
     output, harm = tmp_path / "output", functools.partial(die_after_a_save, tmp_path / "checkpoints")
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, -9\]"):
         run_ranks(run_and_suffer, 2, arguments(data_dir, tmp_path, "--train-iters", "3000"), 5, harm, output)
-    assert re.search(r"rank 1 \(process \d+\) died; rank 0 cannot go on", Path(f"{output}-0").read_text())
+    assert re.search(r"rank 1 \(process \d+\) died; rank 0 cannot continue", Path(f"{output}-0").read_text())
     assert list_steps(tmp_path / "checkpoints")
 
 
@@ -73,7 +73,7 @@ def freeze():
     stand_still()
 
 
-@pytest.mark.parametrize("harm, said", [(die, "; rank 0 cannot go on"), (freeze, "; the run ends")])
+@pytest.mark.parametrize("harm, said", [(die, "; rank 0 cannot continue"), (freeze, "; the run ends")])
 def test_a_lost_rank_on_another_machine_is_named(data_dir, tmp_path, harm, said):
     output, flags = tmp_path / "output", arguments(data_dir, tmp_path, "--hang-timeout", "6")
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, -9\]"):

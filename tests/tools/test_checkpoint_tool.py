@@ -133,16 +133,16 @@ def test_list_shows_everything_that_lies_there(checkpoint, copied):
         assert row["latest"] == (name == "step-3")
     assert list(rows["step-3"]["layout"].values()) == [1, 1, 1, 2, 1]
     assert {name: row["state"].split(" (")[0] for name, row in rows.items()} == {
-        "step-2": "wrong size, absent or foreign: rank-1.safetensors",
+        "step-2": "wrong size, missing or foreign: rank-1.safetensors",
         "step-3": "sizes are right, latest",
         "step-10": "manifest.json: cannot be read",
-        "step-9.tmp": "leftover of a save or a removal that was cut short",
+        "step-9.tmp": "left over from an interrupted save or removal",
         "damaged-step-1": "set aside; sizes are right",
     }
     code, text, _ = checkpoint("list", copied)
     assert code == 0 and all(name in text for name in rows)
     assert "  tp 1 x pp 1 x dp 2, ZeRO-1  sizes are right, latest\n" in text
-    assert text.endswith("latest names step-3; a run goes on from step-10, if it is sound\n")
+    assert text.endswith("latest names step-3; a run resumes from step-10 if it is sound\n")
 
 
 @pytest.mark.parametrize("function", ["when", "layout_of", "describe_state", "read_entries"])
@@ -246,9 +246,9 @@ def add_a_parameter(tensors, fragments):
         (lose_an_element, f"{NAME}: its ranges"),
         (shift_a_range, f"{NAME}: its ranges"),
         (lose_a_parameter, f"{NAME}: is in none of the files"),
-        (change_a_shape, f"{NAME}: has shape [32, 64] and the model [64, 32]"),
+        (change_a_shape, f"{NAME}: has shape [32, 64], but [64, 32] in the model"),
         (spoil_a_moment, f"{NAME}: exp_avg_sq is not finite"),
-        (add_a_parameter, "model.bias is no parameter of the model"),
+        (add_a_parameter, "model.bias is not a parameter of the model"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -264,7 +264,7 @@ def test_files_with_the_right_hashes_must_hold_the_model_too(checkpoint, copied,
 def test_a_step_under_the_name_of_another_is_noticed(checkpoint, copied):
     step_of(copied, 3).rename(step_of(copied, 4))
     code, text, _ = checkpoint("verify", copied)
-    assert code == 1 and "state.json: is of step 3" in text
+    assert code == 1 and "state.json: belongs to step 3" in text
 
 
 # --- show ---
@@ -321,7 +321,7 @@ def test_a_state_of_another_version_is_refused(checkpoint, copied):
     path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"weights": {}}}))
     agree(step_of(copied, 3))
     code, text, problem = checkpoint("show", copied)
-    assert code == 2 and text == "" and "step-3: not a checkpoint of this version (KeyError: 'segments')" in problem
+    assert code == 2 and text == "" and "step-3: is not a checkpoint of this version (KeyError: 'segments')" in problem
 
 
 @pytest.fixture(scope="module")
@@ -427,17 +427,17 @@ def test_a_copy_that_cannot_be_made_leaves_everything_as_it_was(checkpoint, copi
         assert code == 2 and text == "" and named in problem
         assert not other.exists() and contents(copied) == before
 
-    refused("step-3: exists already", copied, copied)
-    refused("give the directory that step-2 is to lie in", step_of(copied, 2), other / "step-2")
+    refused("step-3: already exists", copied, copied)
+    refused("give the directory in which to put step-2", step_of(copied, 2), other / "step-2")
     with monkeypatch.context() as patch:
         patch.setattr(write, "free_bytes", lambda path: 1000)
-        refused("no space left on device: it takes 1,", copied, other)
+        refused("no space left on device: 1,", copied, other)
     with monkeypatch.context() as patch:
         patch.setattr(write, "HashedFile", FullDisk)
         refused("rank-1.safetensors: no space left on device", copied, other)
     with monkeypatch.context() as patch:
         patch.setattr(read, "verify", lambda *_: ["rank-0.safetensors: is damaged"])  # the disk gives other bytes
-        refused("what was written is not what is read back", copied, other)
+        refused("reading it back gave other bytes than were written", copied, other)
     flip(step_of(copied, 3) / "rank-1.safetensors")
     before = contents(copied)
     refused(f"{step_of(copied, 3)}/rank-1.safetensors: is damaged in block 0", copied, other)
@@ -543,7 +543,7 @@ def test_nothing_is_unpickled_and_no_damage_ends_in_a_traceback(checkpoint, copi
     [
         ((), "COMMAND"),
         (("lst", "."), "choose one of"),
-        (("list", "/nowhere"), "/nowhere: no run directory"),
+        (("list", "/nowhere"), "/nowhere: is not a run directory"),
         (("verify", "/nowhere"), "/nowhere: no checkpoint here"),
         (("diff", "."), "B: must be given"),
         (("consolidate", ".", "x.safetensors", "--dtype", "int8"), "int8"),

@@ -63,9 +63,9 @@ def test_what_cannot_be_evaluated_is_one_line(classifier, tmp_path, capsys):
     make_folders(tmp_path / "images", classes=2)
     make_run(tmp_path / "dit", DIT)
     for run, folder, words in (
-        (classifier[0], "images", "images: has 2 classes, and the model 7; give"),
+        (classifier[0], "images", "images: has 2 classes, but the model has 7; give"),
         (classifier[0], "nosuch", "nosuch: there is no such directory"),
-        (tmp_path / "dit", "images", "is no classifier; draw images by tools/sample_images.py"),
+        (tmp_path / "dit", "images", "is not a classifier; draw images with tools/sample_images.py"),
     ):
         assert evaluate_vision.main([str(run), "--images", str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err

@@ -236,10 +236,10 @@ def test_what_has_to_be_mended_is_said(tool, images, tmp_path, monkeypatch):
     Image.new("L", (SIDE, SIDE)).save(tmp_path / "one" / "class" / "0.png")
     output = "--output", tmp_path / "heads"
     for arguments, words in [
-        ((dense, "--images", images), "routes no heads, each token uses all"),
-        ((run, "--images", tmp_path / "one"), "has 1 classes, and the model 3"),
+        ((dense, "--images", images), "routes no heads, so every token uses all of them"),
+        ((run, "--images", tmp_path / "one"), "has 1 classes, but the model has 3"),
         ((run, "--images", images, "--classes", 1, 3), "--classes 3: must be below 3"),
-        ((run, "--images", images, "--number", 2), "--number 2: must be at least 3, one of each class"),
+        ((run, "--images", images, "--number", 2), "--number 2: must be at least 3, one image per class"),
         ((run, "--images", images, "--weights", "ema"), "no moving average"),
     ]:
         code, _, err = tool("head_report_images", *arguments, *output)

@@ -81,11 +81,11 @@ def test_distances_are_those_of_the_features(extractor, tmp_path, monkeypatch, c
         ("", "give either RUN_OR_STEP and --images, or --samples, --reference and --inception"),
         ("run --samples good.npz --images x", "give either RUN_OR_STEP and --images"),
         ("--samples good.npz --reference good.npz", "give either RUN_OR_STEP and --images"),
-        ("--samples text.npz --reference good.npz --inception text.npz", "--samples text.npz: no .npz with arr_0"),
+        ("--samples text.npz --reference good.npz --inception text.npz", "text.npz: is neither an .npz with"),
         ("--samples good.npz --reference few.npz --inception text.npz", "--reference few.npz: has 3 images; give at"),
         ("--samples grey.npz --reference good.npz --inception text.npz", "--samples grey.npz: arr_0 is uint8 [32, 32]"),
         ("--samples good.npz --reference good.npz --inception text.npz", "--inception text.npz: holds no weights"),
-        ("--samples good.npz --reference good.npz --inception other.pt", "--inception other.pt: is no Inception of"),
+        ("--samples good.npz --reference good.npz --inception other.pt", "other.pt: is not the Inception"),
         ("--samples bad --reference good.npz --inception weights.pt", "--samples bad/0.png: cannot be read as an"),
     ],
 )

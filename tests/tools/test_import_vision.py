@@ -169,7 +169,7 @@ def test_steps_of_two_programs_are_not_compared(capsys):
         assert import_file("file.pth", kind, "T-75", "--output", kind, *["--image-size", "64"] * (kind == "vit")) == 0
     capsys.readouterr()
     assert checkpoint.main(["diff", "vit", "dit"]) == 2
-    assert "step-0: is of moh_lm.vision dit, and A of moh_lm.vision vit; give" in capsys.readouterr().err
+    assert "step-0: was written by moh_lm.vision dit, and A by moh_lm.vision vit; give" in capsys.readouterr().err
     assert checkpoint.main(["diff", "vit", "vit"]) == 0
 
 
@@ -181,8 +181,8 @@ def test_each_key_that_differs_has_its_sentence(tmp_path, capsys):
     assert import_file("file.pth", "vit", "T-75") == 2
     assert capsys.readouterr().err.splitlines() == [
         "import_vision: file.pth: head.bias: is missing",
-        "import_vision: file.pth: norm2.weight: has shape [9] and the preset [8]",
-        "import_vision: file.pth: block2.0.attn.wg_2.weight: is no parameter of the preset",
+        "import_vision: file.pth: norm2.weight: has shape [9], but [8] in the preset",
+        "import_vision: file.pth: block2.0.attn.wg_2.weight: is not a parameter of the preset",
     ]
     assert not (tmp_path / "run").exists()
 
@@ -214,13 +214,13 @@ def test_code_in_a_file_is_not_run(tmp_path, capsys):
     "texts, words",
     [
         ("file.pt --kind dit --preset T-80", "--preset T-80: choose one of S, S-90"),
-        ("file.pt --kind dit --preset T --image-size 64", "--image-size 64: is of --kind vit"),
+        ("file.pt --kind dit --preset T --image-size 64", "--image-size 64: is for --kind vit only"),
         ("nosuch.pth --kind vit --preset S-80 --image-size 100", "--image-size 100: must be a multiple of 32"),
         ("file.pt --kind dit --preset T --weights ema", "--weights ema: is not in the file; it has one set"),
         ("nosuch.pt --kind dit --preset T", "nosuch.pt: cannot be read (No such file or directory)"),
         ("text.pt --kind dit --preset T", "text.pt: holds no weights alone"),
         ("text.safetensors --kind dit --preset T", "text.safetensors: holds no weights alone"),
-        ("numbers.pt --kind dit --preset T", "numbers.pt: no state dict: give a file that is one"),
+        ("numbers.pt --kind dit --preset T", "numbers.pt: not a state dict: give a file that is one"),
     ],
 )
 def test_a_wrong_call_is_one_line(texts, words, tmp_path, capsys):

@@ -164,8 +164,8 @@ def test_a_sample_before_a_change_of_data_is_found_by_the_state(corpus, tmp_path
         assert (sample["source"], sample["epoch"]) == (dataset.source_names[source], epoch)
         assert sample["position"] == position
     assert message == (
-        "inspect_data: sample 300 is not read yet at this checkpoint of 300 samples; the run reads another there if it "
-        "goes on with other data, such as at its --decay-mix\n"
+        "inspect_data: this checkpoint has read 300 samples and not yet sample 300; the run will read another one "
+        "there if its data change, such as at its --decay-mix\n"
     )
 
     changed = tmp_path / "changed"
@@ -228,7 +228,7 @@ def test_verification_names_every_damaged_file_and_its_block(corpus, tmp_path):
     shutil.copy(damaged / "wiki" / "w-0.json", damaged / "wiki" / "w-1.json")
     problems = inspect_json(damaged, "--verify", code=1)["problems"]
     expected = ["books/b-0.bin: block 0,", "wiki/w-0.idx: block 0,", "books/b-1.bin", "wiki/w-1.json: is not in"]
-    expected.append("wiki/w-0.json: has other checksums than manifest.json")
+    expected.append("wiki/w-0.json: its checksums differ from those in manifest.json")
     for words in expected:
         assert sum(words in problem for problem in problems) == 1, (words, problems)
     assert len(problems) == len(expected)
@@ -277,7 +277,7 @@ def test_the_command_runs_anywhere_and_ends_with_its_reader(corpus, tmp_path):
         (["DIR", "--document", "books:80"], "source books has 80 documents; choose one from 0 to 79"),
         (["DIR", "--sample", "-1"], "--sample -1: must be 0 or above"),
         (["DIR", "--sample", "0", "--data-mix", "wikis=1"], "did you mean wiki?"),
-        (["DIR", "--sample", "0", "--state", "absent.json"], "--state absent.json: not the state.json of a checkpoint"),
+        (["DIR", "--sample", "0", "--state", "absent.json"], "--state absent.json: is not the state.json of"),
         (["DIR", "--document", "books:0", "--tokenizer", "README.md"], "--tokenizer README.md: not a SentencePiece"),
         (["DIR", "--sampel", "0"], "flag --sampel is unknown"),
     ],

@@ -10,7 +10,7 @@ TOOLS = {
         run --at 2 --decay-iters 0 --output b | --decay-iters 0: must be 1 or above
         run --at 2 --decay-iters 2 | --output: must be given
         run --at 2 --decay-iters 2 --output b | --at 2: run/checkpoints has no such step
-        imported --at 0 --decay-iters 2 --output b | step-0: was trained with --schedule cosine; only wsd has
+        imported --at 0 --decay-iters 2 --output b | step-0: was trained with --schedule cosine; only runs
         nosuch --at 2 --decay-iters 2 --output b | --at 2: nosuch/checkpoints has no such step
         run --step 2 --at 2 --decay-iters 2 --output b | flag --step is unknown: --help lists what there
     """,
@@ -18,7 +18,7 @@ TOOLS = {
         | COMMAND: must be given
         lst run | COMMAND lst: choose one of list, verify, show, diff, copy, consolidate
         list | RUN: must be given
-        list nosuch | nosuch: no run directory: it has no checkpoints/
+        list nosuch | nosuch: is not a run directory, since it has no checkpoints/
         show nosuch | nosuch: no checkpoint here
         show run --jsn | flag --jsn is unknown: did you mean --json?
         verify run | run: no checkpoint here
@@ -66,15 +66,15 @@ TOOLS = {
         file --kind vit --preset S-90 --output new | --preset S-90: choose one of S, S-80
         file --kind vlt --preset S --output new | --kind vlt: choose one of vit, dit
         file --kind dit --preset S --output run | --output run: has config.json already
-        file --kind dit --preset S --output new --image-size 64 | --image-size 64: is of --kind vit
+        file --kind dit --preset S --output new --image-size 64 | --image-size 64: is for --kind vit only
     """,
     "tools/sample_images.py": """
         | RUN_OR_STEP: must be given
-        run | --output or --npz: one must be given
+        run | give --output or --npz
         nosuch --output a.png | nosuch: no checkpoint here
         run --output a.png | run: no checkpoint here
         run --output a.jpg | --output a.jpg: give a name that ends in .png
-        run --npz nosuch/a.npz | --npz nosuch/a.npz: there is no directory nosuch; make it
+        run --npz nosuch/a.npz | --npz nosuch/a.npz: there is no directory nosuch; create it
         run --output a.png --steps 1 | --steps 1: must be 2 or above
         run --output a.png --steps many | --steps many: write a whole number
         run --output a.png --cfg-scale x | --cfg-scale x: write a number such as 3e-4
@@ -133,13 +133,13 @@ TOOLS = {
         --model run --prompt a --top-p 0 | --top-p 0: must be above 0 and at most 1
         --model run --prompt a --dtype float16 | --dtype float16: choose one of float32, bfloat16
         --model run --prompt a --attention-backend fast | --attention-backend fast: choose one of auto
-        --model run --prompt a --seed 18446744073709551616 | --seed 18446744073709551616: must be a number of 64 bits
+        --model run --prompt a --seed 18446744073709551616 | --seed 18446744073709551616: must be a 64-bit number
         --model run --promt a | flag --promt is unknown: did you mean --prompt?
     """,
     "tools/head_report.py": """
         | --model and --output: must be given
-        --model run --output out | give the text by one of --data and --suite
-        --model run --output out --data a=x --suite llm6 | give the text by one of --data and --suite
+        --model run --output out | give text with either --data or --suite
+        --model run --output out --data a=x --suite llm6 | give text with either --data or --suite
         --model run --output out --data a=x --tasks sciq | --tasks: goes with --suite
         --model run --output out --data a=x --task-data x | --task-data: goes with --suite
         --model run --output out --data a=x --l0 1 --ablation-tokens 0 | --l0: is trained on the tokens of
@@ -181,12 +181,12 @@ TOOLS = {
         DATA --verify --sample 0 | --sample: excludes --verify
         DATA --seq-length 32 | --seq-length: flags of moh_lm.pretrain are used by --sample, or with a budget
         DATA --verify --train-iters 9 | --train-iters: flags of moh_lm.pretrain are used by --sample
-        DATA --sample 0 --state x --seed 7 | --state x: has the flags of its run; leave out those of
+        DATA --sample 0 --state x --seed 7 | --state x: already has the flags of its run; leave out
         DATA --document even:0 --sample 0 | --sample: excludes --document
-        DATA --state imported/state.json | --state imported/state.json: goes with --sample; add it, or leave
+        DATA --state imported/state.json | --state imported/state.json: needs --sample; add it, or leave
         DATA --verfy | flag --verfy is unknown: did you mean --verify?
-        DATA --sample 0 --state nosuch | --state nosuch: not the state.json of a checkpoint ([Errno
-        DATA --sample 0 --state imported/state.json | --state imported/state.json: of an import that has read no
+        DATA --sample 0 --state nosuch | --state nosuch: is not the state.json of a checkpoint
+        DATA --sample 0 --state imported/state.json | --state imported/state.json: belongs to an import
         DATA --seq-length x | --seq-length x: write a whole number
         DATA --data-mix evn=1 --train-iters 1 | --data-mix: no source is named evn
         DATA --document even:0 --tokenizer nosuch | --tokenizer nosuch: no such file as nosuch
@@ -207,8 +207,8 @@ TOOLS = {
         run | run: has no metrics.jsonl
         hf | hf: has no metrics.jsonl
         nothing | nothing/config.json: has no train_iters; give the directory of a run
-        list | list/config.json: no configuration (it holds no settings); give a directory made by a run
-        run image | image: is of moh_lm.vision dit, and run of moh_lm.pretrain; give runs of one program
+        list | list/config.json: is not a configuration (it holds no settings); give a directory made by a run
+        run image | image: was trained by moh_lm.vision dit, and run by moh_lm.pretrain; give runs
         run --output . | --output .: is a directory; give a file in it
         run --out x.html | flag --out is unknown: did you mean --output?
     """,

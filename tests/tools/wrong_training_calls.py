@@ -30,7 +30,7 @@ TRAINING = {
         --config twice.yaml | --config twice.yaml: cannot be read (num_layers is given twice)
         --script s.sh --preset 1M | --preset 1M: s.sh has its sizes; use it with python -m moh_lm.pretrain
         --exit-after 3h50 | --exit-after 3h50: write seconds, or days, hours, minutes and seconds such as
-        --save-config x.yaml | --save-config x.yaml: goes with --dry-run
+        --save-config x.yaml | --save-config x.yaml: needs --dry-run
         --head-selection gated --routing paper_scaled | --head-selection gated: contradicts --routing
         --head-selection gated --head-budget 0.5 | --head-budget 0.5: --head-selection gated uses all heads; leave
         --head-selection gated --routing-top-p 0.4 | --routing-top-p 0.4: --head-selection gated uses all heads
@@ -74,7 +74,7 @@ TRAINING = {
         ok --routing relu --routing-dtype bf16 | --routing-dtype bf16: --routing relu ranks nothing; leave it out
         ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: with --router-gumbel-noise fewer heads
         ok --routing-dtype bf16 --load-balance-bias-rate 0.001 | --load-balance-bias-rate 0.001: is too fine for a
-        ok --eval-tasks nosuch.jsonl | --eval-tasks nosuch.jsonl: is no file of tasks ([Errno 2] No such
+        ok --eval-tasks nosuch.jsonl | --eval-tasks nosuch.jsonl: is not a file of tasks ([Errno 2] No
         ok --checkpoint-dir /proc/x | --checkpoint-dir /proc/x: cannot be written (No such file or
         ok --dry-run --save-config nosuch/x.yaml | --save-config nosuch/x.yaml: cannot be written (No
         ok --vocab-size 16 | --vocab-size 16 is smaller than the vocabulary of the data: 64 pieces

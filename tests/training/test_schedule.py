@@ -74,14 +74,14 @@ def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     "schedule, at, decay, output, problem",
     [
-        ("wsd", 1, 2, "branch", "--at 1: the rate of the run is stable from step 2 to 6"),
-        ("wsd", 7, 2, "branch", "--at 7: the rate of the run is stable from step 2 to 6"),
-        ("wsd", 5, 2, "branch", "checkpoints has no such step; it has 1, 4, 6, 7"),
-        ("wsd", 6, 2, "branch", "--at 6: the run had decayed at step 5; give a step before that"),
+        ("wsd", 1, 2, "branch", "--at 1: the learning rate is constant from step 2 to 6 only"),
+        ("wsd", 7, 2, "branch", "--at 7: the learning rate is constant from step 2 to 6 only"),
+        ("wsd", 5, 2, "branch", "checkpoints has no such step; its steps are 1, 4, 6, 7"),
+        ("wsd", 6, 2, "branch", "--at 6: the learning rate had already decayed at step 5; give an earlier step"),
         ("wsd", 4, 0, "branch", "--decay-iters 0: must be 1 or above"),
         ("wsd", 4, 2, "checkpoints/branch", "checkpoints/branch: lies among the checkpoints of RUN"),
         ("wsd", 4, 2, "checkpoints", "checkpoints: lies among the checkpoints of RUN"),
-        ("cosine", 4, 2, "branch", "was trained with --schedule cosine; only wsd has branches"),
+        ("cosine", 4, 2, "branch", "was trained with --schedule cosine; only runs with wsd can branch"),
     ],
 )
 def test_a_branch_that_cannot_be_is_refused(schedule, at, decay, output, problem, tmp_path, capsys):

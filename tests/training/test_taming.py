@@ -163,7 +163,7 @@ def test_router_settings_change_on_a_resume_only_if_allowed(data_dir, warmed, tm
     run_ranks(run, 1, flags, 4)
     changed = [*flags, *CHANGES.split()]
     found = contradictions(parse_config(changed)[0])
-    assert len(found) == 3 and all("--allow-routing-change goes on all the same" in text for text in found)
+    assert len(found) == 3 and all("--allow-routing-change resumes anyway" in text for text in found)
     allowed = [*changed, "--allow-routing-change"]
     assert contradictions(parse_config(allowed)[0]) == []
     assert "num_layers was 2 and is 3" in contradictions(parse_config([*allowed, "--num-layers", "3"])[0])[0]

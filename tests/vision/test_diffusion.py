@@ -204,10 +204,10 @@ def test_a_checkpoint_in_a_dense_warm_up_is_a_dense_model(tmp_path):
 
 def test_what_has_no_average_or_is_no_image_model_is_refused(tmp_path):
     step = write_step(tmp_path / "a" / "step-5", make_config(), DiT, 1)
-    with pytest.raises(ConfigError, match="--weights ema: no moving average"):
+    with pytest.raises(ConfigError, match="--weights ema: .* has no moving average"):
         load_model(step, "ema")
     write_json(step / "config.json", Config().to_dict())
-    with pytest.raises(ConfigError, match="is no image model"):
+    with pytest.raises(ConfigError, match="is not an image model"):
         load_model(step)
 
 

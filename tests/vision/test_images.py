@@ -19,7 +19,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.vision.augment import center_crop, mix, normalized, rand_augment, random_crop, random_erasing
 from moh_lm.vision.config import DiTTraining, ViTTraining
-from moh_lm.vision.images import ImagePlace, Images
+from moh_lm.vision.images import ImagePlace, Images, sample_hash
 from moh_lm.vision.loader import ImageLoader, open_images
 from tests.vision.cases import loader_of
 
@@ -252,7 +252,7 @@ def test_a_tar_that_was_cut_off_or_cannot_be_read_is_refused(folder, tmp_path, m
     subprocess.run(["tar", "--sparse", "-cf", path, "-C", tmp_path, "holes"], check=True)
     for tar in (path.read_bytes(), whole + whole, *(whole[:end] for end in (header, header + 100, data + 10))):
         path.write_bytes(tar)
-        with pytest.raises(ConfigError, match="images.tar: is no whole tar without compression"):
+        with pytest.raises(ConfigError, match="images.tar: is not a complete uncompressed tar"):
             Images(path)
     monkeypatch.setattr(tarfile, "open", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(ConfigError, match="images.tar: cannot be read .permission denied.; make it readable"):
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
 def test_pixels_of_any_range_are_refused(tmp_path):
     for number, kind in enumerate((np.float32, np.int32)):
         Image.fromarray(np.full((16, 16), 200, dtype=kind)).save(tmp_path / f"{number}.tif")
-        with pytest.raises(ShardError, match="its pixels are numbers of any range"):
+        with pytest.raises(ShardError, match="its pixels have no fixed range"):
             ImagePlace(str(tmp_path / f"{number}.tif"), "", 0, -1).read(3)
 
 
@@ -333,10 +333,41 @@ def test_other_images_than_those_of_a_checkpoint_are_said(folder, tmp_path):
         (tmp_path / path.parent.name / path.name).write_bytes(path.read_bytes())
     (tmp_path / "cat" / "00.png").rename(tmp_path / "cat" / "new.png")
     (change,) = open_images(training(tmp_path)).changes(images.state(), 5)
-    assert change.endswith("21 images of 3 classes, under other names")
+    assert change.endswith("has 21 images of 3 classes, as before, but under other names")
     (tmp_path / "cat" / "new.png").unlink()
     (change,) = open_images(training(tmp_path)).changes(images.state(), 5)
     assert change == f"--data-dir {tmp_path} had 21 images of 3 classes and has 20 images of 3 classes"
+
+
+def test_other_pixels_under_the_same_names_are_said(folder, tmp_path):
+    held_out = tmp_path / "held-out"
+    for copy in (tmp_path / "same", tmp_path / "other", held_out):
+        shutil.copytree(folder, copy)
+    Image.new("RGB", SIDES, (0, 0, 200)).save(tmp_path / "other/fox/18.png")
+    with tarfile.open(tmp_path / "other.tar", "w") as tar:
+        tar.add(tmp_path / "other", arcname="train")
+    saved = open_images(training(folder, held_out=held_out)).state()
+    earlier = {"segments": [{key: saved["segments"][0][key] for key in ("images", "classes", "sha256", "names")}]}
+    assert open_images(training(tmp_path / "same", held_out=held_out)).changes(saved) == []
+    for name in ("other", "other.tar"):
+        (change,) = open_images(training(tmp_path / name)).changes(saved)
+        assert change == f"--data-dir {tmp_path}/{name} has other image files than before, under the same names"
+        assert open_images(training(tmp_path / name)).changes(earlier) == []  # a checkpoint that knows names only
+    (change,) = open_images(training(folder, held_out=tmp_path / "other")).changes(saved)
+    assert change.startswith(f"--validation-dir {tmp_path}/other has other image files than before")
+
+
+def test_a_large_data_set_is_known_by_a_sample_of_its_images():
+    """Reading stops after 2,048 images or 16 MiB; the images are the same each time, and lie all over the set."""
+    for size, most in ((100, 2048), (1 << 20, 16)):
+        read = []
+        sample_hash(100_000, lambda index, read=read, size=size: read.append(index) or bytes(size))
+        assert len(set(read)) == most and min(read) < 100_000 / 4 < 75_000 < max(read)
+        again = []
+        sample_hash(100_000, lambda index, again=again, size=size: again.append(index) or bytes(size))
+        assert read == again
+    values = {sample_hash(3, lambda index, changed=changed: bytes([index, index == changed])) for changed in range(4)}
+    assert len(values) == 4
 
 
 def test_what_is_wrong_is_said_together(folder, tmp_path):
@@ -348,10 +379,11 @@ def test_what_is_wrong_is_said_together(folder, tmp_path):
     wrong = training(folder, held_out=tmp_path)
     cases = (
         (replace(wrong, model=replace(wrong.model, num_classes=5)),
-         ["--num-classes 5: ", "has class folder owl, which --data-dir", "has no class folder fox, which --data-dir"]),
+         ["--num-classes 5: ", "has class folder owl, which is not in --data-dir",
+          "has no class folder fox, which is in --data-dir"]),
         (training(tmp_path / "nosuch", held_out=tmp_path / "empty"),
          ["--data-dir", "there is no such directory or tar", "--validation-dir", "holds no image in a folder"]),
-        (training(tmp_path / "text.tar"), ["is no whole tar without compression"]),
+        (training(tmp_path / "text.tar"), ["is not a complete uncompressed tar"]),
         (replace(wrong, model=replace(wrong.model, in_channels=4)), ["--in-channels 4: ", "choose 1 (grey) or 3"]),
     )  # fmt: skip
     for config, words in cases:

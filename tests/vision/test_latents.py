@@ -14,6 +14,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
 from moh_lm.vision.loader import open_images
@@ -85,7 +86,7 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
     monkeypatch.setattr(encode_latents, "FLUSHED", 1)
     flags = dict(output="stopped", batch_size=2)
     assert encode_latents.main(call(place, **flags)) == 130
-    assert capsys.readouterr().err.endswith("encode_latents: stopped; the same command goes on\n")
+    assert capsys.readouterr().err.endswith("encode_latents: stopped; run the same command again to resume\n")
     with pytest.raises(ConfigError, match="has not finished; run the same command again"):
         open_images(training(place / "stopped"))
     assert encode_latents.main(call(place, **flags, image_size=8)) == 2
@@ -93,7 +94,7 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
     done[:] = [0] * 9
     assert encode_latents.main(call(place, **flags)) == 0
     assert done[9:] == [2]  # four of six were on the disk
-    for name in ("latents.npy", "labels.npy", "latents.json"):
+    for name in ("latents.npy", "labels.npy", "checksums.npy", "latents.json"):
         assert (place / "stopped" / name).read_bytes() == (place / "fp32" / name).read_bytes()
     assert not (place / "stopped" / "latents.partial").exists()
     assert encode_latents.main(call(place, **flags)) == 0
@@ -103,6 +104,76 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
         (place / "stopped" / "latents.json").write_text(facts)
         assert encode_latents.main(call(place, **flags)) == 2
         assert "stopped: is damaged (" in capsys.readouterr().err
+
+
+def copy_of(place, name, checksums=True):
+    """A copy of the latents; without checksums as earlier versions wrote them."""
+    path = place / name
+    shutil.copytree(place / "fp32", path)
+    if not checksums:
+        (path / "checksums.npy").unlink()
+        facts = json.loads((path / "latents.json").read_text())
+        (path / "latents.json").write_text(json.dumps({k: facts[k] for k in facts if k not in ("content", "sampled")}))
+    return path
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("label", [2, -1, 7])
+def test_a_label_that_is_no_class_is_refused_at_the_start(place, tmp_path, label, checksums):
+    path = copy_of(place, tmp_path / "latents", checksums)
+    labels = np.load(path / "labels.npy")
+    labels[3] = label
+    np.save(path / "labels.npy", labels)
+    said = "differ from their hash" if checksums else f"label {label} of image 3 must be between 0 and 1"
+    with pytest.raises(ConfigError, match=said):
+        open_images(training(path))
+
+
+def test_damaged_latents_are_named_when_they_are_read(place, tmp_path):
+    path = copy_of(place, tmp_path / "latents")
+    latents = np.lib.format.open_memmap(path / "latents.npy", mode="r+")
+    latents[4, 1, 3, 2, 1] += 0.25
+    latents.flush()
+    read = loader_of(training(path)).dataset.training.place(4)
+    read.draw(False, np.random.default_rng(0))  # the image itself is sound
+    with pytest.raises(ShardError, match="latents.npy: the latents of image 4 are damaged"):
+        read.draw(True, np.random.default_rng(0))
+
+
+def test_other_latents_under_the_same_names_are_said(place, tmp_path):
+    old, new = copy_of(place, tmp_path / "old", checksums=False), copy_of(place, tmp_path / "new")
+    before = {path: open_images(training(path)).state() for path in (old, new)}
+    earlier = {"segments": [{k: before[old]["segments"][0][k] for k in ("images", "classes", "sha256", "names")}]}
+    assert open_images(training(new)).changes(before[old]) == open_images(training(old)).changes(before[new]) == []
+    for name, change in (("latents", lambda values: values + 0.5), ("labels", lambda values: 1 - values)):
+        path = copy_of(place, tmp_path / name, checksums=False)
+        np.save(path / f"{name}.npy", change(np.load(path / f"{name}.npy")))
+        for saved in before.values():
+            training_data, held_out = open_images(training(path)).changes(saved)
+            said = "has other latents or labels than before, under the same names"
+            assert training_data == f"--data-dir {path} {said}" and held_out == f"--validation-dir {path} {said}"
+        assert open_images(training(path)).changes(earlier) == []
+
+
+def test_the_same_command_adds_checksums_to_older_latents(place, tmp_path, capsys):
+    path = copy_of(place, tmp_path / "latents", checksums=False)
+    before, (note, _) = open_images(training(path)).state(), open_images(training(path)).notes
+    assert "run the same tools/encode_latents.py command again to add them" in note
+    assert encode_latents.main(call(place, path)) == 0
+    for name in ("latents.npy", "labels.npy", "checksums.npy", "latents.json"):
+        assert (path / name).read_bytes() == (place / "fp32" / name).read_bytes()
+    now = open_images(training(path))
+    assert now.changes(before) == [] and now.notes == []
+    (path / "labels.npy").unlink()
+    assert encode_latents.main(call(place, path)) == 2
+    assert "latents: its latents cannot be read (" in capsys.readouterr().err
+
+
+def test_latents_of_other_pixels_are_not_taken_for_complete(place, tmp_path, capsys):
+    shutil.copytree(place / "images", tmp_path / "images")
+    Image.new("RGB", (40, 40)).save(tmp_path / "images/a/0.png")
+    assert encode_latents.main(call(place, images=tmp_path / "images")) == 2
+    assert "fp32: has latents of other image files; give another directory" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_noticed_before_any_latent_is_made(place, monkeypatch, capsys):
@@ -119,7 +190,7 @@ def test_files_of_somebody_else_are_not_written_over(place, capsys):
         mine.write_bytes(b"mine")
         (output / name).symlink_to(mine) if link else mine.rename(output / name)
         assert encode_latents.main(call(place, output.name)) == 2
-        assert f"{name} is {'a link' if link else 'a file of something else'}" in capsys.readouterr().err
+        assert f"{name} is {'a link' if link else 'a file that this program did not write'}" in capsys.readouterr().err
         assert (output / name).read_bytes() == b"mine" and len(list(output.iterdir())) == 1
 
 

@@ -144,7 +144,7 @@ def test_the_checkpoint_tool_compares_averages_and_writes_them(images, tmp_path,
     assert re.search(r"\n  \S+ +(equal to the bit +){3}[\d.]+ \(", capsys.readouterr().out)
     assert checkpoint.main(["diff", str(step), str(tmp_path / "0")]) == 1
     number = len(FragmentReader(step).shapes)
-    assert f"moving averages of {number} parameters in a, of 0 in b" in capsys.readouterr().out
+    assert f"a has moving averages of {number} parameters, b of 0" in capsys.readouterr().out
     assert checkpoint.main(["verify", str(step)]) == checkpoint.main(["show", str(step)]) == 0
     assert checkpoint.main(["consolidate", str(step), str(tmp_path / "weights.safetensors")]) == 0
     written = load_file(tmp_path / "weights.safetensors")
@@ -185,7 +185,7 @@ WRONG = {
     "vit --peak-tflops 0": "--peak-tflops 0: must be above 0, such as 989",
     "dit --num-attention-heads 4 4 4": "--num-attention-heads: give one number, or one for each of the 2 layers",
     "vit --epochs 1 --dense-warmup-iters 9": "--dense-warmup-iters 9: the mixture would never be trained",
-    "dit --sampling-steps 60": "--sampling-steps 60: the model has 50 --diffusion-steps; give at most so many",
+    "dit --sampling-steps 60": "--sampling-steps 60: the model has 50 --diffusion-steps; give at most as many",
     "dit --class-dropout 0": "--cfg-scale 4: guidance compares with images of no class, which --class-dropout 0 never",
     "dit --train-only router --ema-decay 0.9": "--train-only router: the average of frozen weights would be lost; give",
     "dit --ema-decay 1": "--ema-decay 1: must be at least 0 and below 1, such as 0.9999",
@@ -197,7 +197,7 @@ def test_a_run_of_the_other_kind_is_no_run_to_go_on_with(images):
         config = parsed(kind, arguments(kind, images, whole(other, images)))
         assert f"holds a run of moh_lm.vision {other}; use that command" in contradictions(config)[0]
         assert contradictions(parsed(other, arguments(other, images, whole(other, images)))) == []
-        with pytest.raises(ConfigError, match=f"is of a run of moh_lm.vision {other}; give one of moh_lm.pretrain"):
+        with pytest.raises(ConfigError, match=f"belongs to a run of moh_lm.vision {other}; give one of"):
             Config.load(whole(other, images) / "config.json")
 
 
@@ -207,7 +207,7 @@ def test_a_classifier_is_not_judged_by_folders_of_other_names(images, tmp_path, 
     assert evaluate_vision.main([run_directory, "--images", f"{tmp_path}/val", "--workers", "0"]) == 0
     (tmp_path / "val/class-1").rename(tmp_path / "val/cat")
     assert evaluate_vision.main([run_directory, "--images", f"{tmp_path}/val", "--workers", "0"]) == 2
-    assert "val: has cat where the training had class-0" in capsys.readouterr().err
+    assert "val: has cat where the training data had class-0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["depths", "hidden_sizes", "num_attention_heads", "mlp_ratios", "sr_ratios"])
@@ -259,5 +259,5 @@ def test_a_drawing_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     )
     DiffusionEvaluation.keep(made, np.zeros((4, 4, 3), np.uint8), 5)
     said = capsys.readouterr()
-    assert said.err == f"{tmp_path}/samples/step-5.png: File exists; this drawing is left out\n" and not said.out
+    assert said.err == f"{tmp_path}/samples/step-5.png: File exists; this drawing is skipped\n" and not said.out
     made.log.writers.picture.assert_called_once()

@@ -26,7 +26,7 @@ def describe_entry(entry, latest):
 
 def describe_state(entry):
     if entry.name.endswith(".tmp"):
-        return "leftover of a save or a removal that was cut short"
+        return "left over from an interrupted save or removal"
     if not entry.is_dir():
         return "does not belong here"
     aside = "" if STEP_NAME.fullmatch(entry.name) else "set aside; "
@@ -39,7 +39,7 @@ def describe_state(entry):
     files = [path for path in entry.iterdir() if not path.name.startswith(".") and path.name != "manifest.json"]
     present = {path.name: path.stat().st_size if path.is_file() else None for path in files}
     wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))
-    return aside + (f"wrong size, absent or foreign: {', '.join(wrong)}" if wrong else "sizes are right")
+    return aside + (f"wrong size, missing or foreign: {', '.join(wrong)}" if wrong else "sizes are right")
 
 
 def layout_of(step):
@@ -105,7 +105,7 @@ def describe_difference(content, top):
     """Lines for what ``run_diff`` has gathered."""
     yield f"a  {content['a']}"
     yield f"b  {content['b']}"
-    for title, key in (("configuration (does not count as a difference)", "config"), ("position", "position")):
+    for title, key in (("configuration (not counted as a difference)", "config"), ("position", "position")):
         if content[key]:
             yield title
         for name, (a, b) in content[key].items():
@@ -115,18 +115,18 @@ def describe_difference(content, top):
         yield f"{name}: " + (f"shape {list(a)} -> {list(b)}" if a and b else f"only in {'a' if a else 'b'}")
     a, b = content["averages"]
     if a != b:
-        yield f"moving averages of {a} parameters in a, of {b} in b"
+        yield f"a has moving averages of {a} parameters, b of {b}"
     changed = [row for row in content["parameters"] if not is_equal(row)]
     kinds = [kind for kind in KINDS if any(kind in row for row in changed)]
     if changed:
-        yield "largest change, and in brackets over the largest element of a"
+        yield "largest change; in parentheses, relative to the largest element of a"
         yield f"  {'parameter':<56}" + "".join(f"{kind:<24}" for kind in kinds).rstrip()
     for row in changed[: top or None]:
         yield f"  {row['name']:<56}" + "".join(f"{describe_change(row[kind]):<24}" for kind in kinds).rstrip()
     if len(changed) > top > 0:
-        yield f"  and {len(changed) - top} more parameters that changed"
+        yield f"  and {len(changed) - top} more changed parameters"
     if len(content["parameters"]) > len(changed):
-        yield f"equal to the bit in all that is kept of them: {len(content['parameters']) - len(changed)} parameters"
+        yield f"parameters that are equal to the bit: {len(content['parameters']) - len(changed)}"
     yield "equal" if content["equal"] else "different"
 
 

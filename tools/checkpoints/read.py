@@ -56,7 +56,7 @@ class Step:
             raise ConfigError(named) from error
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError([f"{path}: not a checkpoint of this version ({reason})"]) from error
+            raise ConfigError([f"{path}: is not a checkpoint of this version ({reason})"]) from error
 
     def read(self, kind, name):
         """Flat fp32 pieces, end to end the whole parameter or moment. Raises ConfigError if a part is in no file."""
@@ -68,7 +68,7 @@ class Step:
                 raise ConfigError([f"{self.path}: {kind} of {name} cannot be read ({error})"]) from error
 
     def kinds(self, name):
-        """Those that the step holds of a parameter."""
+        """The kinds of tensors that the step holds for a parameter."""
         return KINDS if name in self.reader.averaged else KINDS[:-1]
 
     def bytes(self):
@@ -127,10 +127,10 @@ def find_gaps(step):
     """Sentences for what sound files lack: each element of the model in one place, finite, at the step of the name."""
     number = STEP_NAME.fullmatch(step.path.resolve().name)
     if number and int(number[1]) != step.state["step"]:
-        yield f"{step.path / 'state.json'}: is of step {step.state['step']}"
+        yield f"{step.path / 'state.json'}: belongs to step {step.state['step']}"
     yield from (f"{step.path / 'state.json'}: {problem}" for problem in state_problems(step.state, step.config.model))
     for name in sorted(step.reader.shapes.keys() - step.shapes.keys()):
-        yield f"{step.path}: {name} is no parameter of the model"
+        yield f"{step.path}: {name} is not a parameter of the model"
     with progress(f"checking {step.path}", step.bytes()) as bar:
         for name, shape in step.shapes.items():
             gap = uncovered(shape, step.reader.shapes.get(name), step.reader.shards.get(name))
@@ -154,7 +154,7 @@ def uncovered(shape, found_shape, shards):
     if not shards:
         return "is in none of the files"
     if found_shape != shape:
-        return f"has shape {list(found_shape)} and the model {list(shape)}"
+        return f"has shape {list(found_shape)}, but {list(shape)} in the model"
     dims = {None if partition is None else partition.dim for partition in shards}
     cuts = sorted(cut for partition in shards if partition for cut in partition.ranges)
     if len(dims) > 1 or (cuts and not tiles(cuts, shape[dims.pop()])):

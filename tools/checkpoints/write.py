@@ -34,13 +34,13 @@ def copy(path, destination):
     if not STEP_NAME.fullmatch(source.resolve().name):
         raise ConfigError([f"{source}: is set aside or half removed; rename it step-N if it is sound"])
     if STEP_NAME.fullmatch(destination.name):
-        raise ConfigError([f"{destination}: give the directory that {source.resolve().name} is to lie in"])
+        raise ConfigError([f"{destination}: give the directory in which to put {source.resolve().name}"])
     run = destination.parent if destination.name == "checkpoints" else destination
     is_run = (run / "checkpoints").is_dir() or (run / "config.json").is_file()
     directory = run / "checkpoints" if is_run else destination
     target = directory / source.resolve().name
     if target.exists():
-        raise ConfigError([f"{target}: exists already; move it away, or give another directory"])
+        raise ConfigError([f"{target}: already exists; move it away, or give another directory"])
     refuse_without_room(target, sum(entry["bytes"] for entry in entries.values()) + HEADER_BYTES)
     made = not directory.exists()
     # A run that saves in the meantime would take the unfinished copy for a leftover.
@@ -60,7 +60,7 @@ def copy(path, destination):
 def copy_files(source, entries, target):
     """Copy the files under a temporary name, hashing what is read, then what was written; then give it its name.
 
-    The temporary name is not that of a save: a run must not take what a killed copy left for one, and start afresh.
+    The temporary name is not that of a save: a run must not take what a killed copy left for one, and start over.
     """
     temporary = target.with_name(f"copy-{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -73,11 +73,11 @@ def copy_files(source, entries, target):
                         file.write(block)
                         bar.update(len(block))
                 if name in entries and file.entry != entries[name]:
-                    problems = difference(source / name, entries[name]) or [f"{source / name}: changes as it is read"]
+                    problems = difference(source / name, entries[name]) or [f"{source / name}: changed while read"]
                     raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in problems])
         flush(temporary)
         damaged = find_damage(temporary)
-        raise_any([f"{problem}: what was written is not what is read back" for problem in damaged])
+        raise_any([f"{problem}: reading it back gave other bytes than were written" for problem in damaged])
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -93,7 +93,7 @@ def consolidate(path, output, moments, dtype):
     if output.suffix != ".safetensors":
         raise ConfigError([f"{output}: give a name that ends in .safetensors"])
     if output.exists():
-        raise ConfigError([f"{output}: exists already; move it away, or give another name"])
+        raise ConfigError([f"{output}: already exists; move it away, or give another name"])
     step = Step(locate(path)[0])
     kinds = {name: AVERAGE if name in step.reader.averaged else "master" for name in step.shapes}
     tensors = [(name, kinds[name], name, stored_dtype(name, dtype)) for name in step.shapes]  # (key, kind, name, dtype)
@@ -120,4 +120,4 @@ def consolidate(path, output, moments, dtype):
 def refuse_without_room(path, need):
     free = free_bytes(path.parent)
     if free < need:
-        raise ConfigError([f"{path}: no space left on device: it takes {need:,} bytes and {free:,} are free"])
+        raise ConfigError([f"{path}: no space left on device: {need:,} bytes are needed and {free:,} are free"])

@@ -61,11 +61,10 @@ def joined(blocks):
 
 def fits_router(config, layer):
     """Whether the router of a layer has weights that choose the K largest scores."""
-    heads = config.heads
-    form = FORMS[heads.routing]
-    return heads.head_selection == "mixture" and not (form.reads_queries or form.by_sign) and (
-        config.routed_layer(layer).num_routed > 0
-    )  # fmt: skip
+    form = FORMS[config.heads.routing]
+    if config.heads.head_selection != "mixture" or form.reads_queries or form.by_sign:
+        return False
+    return config.routed_layer(layer).num_routed > 0
 
 
 def attended(block, x):

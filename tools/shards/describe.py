@@ -20,7 +20,7 @@ def describe(report):
         unknown = report["without_checksums"]
         yield f"{report['verified']:,} shards read in full" + (f", {unknown:,} have no checksums" if unknown else "")
     for sample in report.get("samples", ()):
-        place = f"epoch {sample['epoch']}, from token {sample['position']:,} of its training tokens on"
+        place = f"epoch {sample['epoch']}, starting at training token {sample['position']:,}"
         yield f"sample {sample['sample']:,}: source {sample['source']}, {place}"
         for part in sample["pieces"]:
             yield from describe_piece(part)
@@ -53,7 +53,7 @@ def describe_sources(rows):
     yield from table(["source", *COUNTED[1:], "bytes/token", "dropped", "dtype"], lines, left=(0, 6))
     for row in rows:
         for reason, count in row["dropped"].items():
-            yield f"dropped of {row['name']}: {count:,} {reason}"
+            yield f"dropped from {row['name']}: {count:,} {reason}"
     yield from ("", "documents by length in tokens")
     starts = [f"{start // 1024}K-" if start >= 1024 else f"{start}-" for start in LENGTHS]
     yield from table(["source", *starts, "mean", "longest"], lengths)

@@ -52,7 +52,7 @@ def open_listed(path, manifest):
                 shard = open_shard(path / name / unit)
                 sources[name].append(shard)
                 if shard.content != entry["content"]:
-                    problems.append(f"{shard.prefix}.json: has other checksums than manifest.json")
+                    problems.append(f"{shard.prefix}.json: its checksums differ from those in manifest.json")
             except ShardError as error:
                 problems.append(str(error))
         found = sorted((path / name).glob("*.json"))

@@ -78,12 +78,13 @@ def dataset_of_state(arguments, number):
         consumed = state["consumed_samples"]
         read = [segment for segment in state["data"]["segments"] if segment["first_sample"] <= number]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError([f"--state {arguments.state}: not the state.json of a checkpoint ({error})"]) from error
+        raise ConfigError([f"--state {arguments.state}: is not the state.json of a checkpoint ({error})"]) from error
     if not read:
-        raise ConfigError([f"--state {arguments.state}: of an import that has read no data; give that of a later step"])
+        remedy = "belongs to an import that has read no data; give the state of a later step"
+        raise ConfigError([f"--state {arguments.state}: {remedy}"])
     if number >= consumed:
-        print(f"inspect_data: sample {number} is not read yet at this checkpoint of {consumed} samples; the run reads "
-              "another there if it goes on with other data, such as at its --decay-mix", file=sys.stderr)  # fmt: skip
+        print(f"inspect_data: this checkpoint has read {consumed} samples and not yet sample {number}; the run will "
+              "read another one there if its data change, such as at its --decay-mix", file=sys.stderr)  # fmt: skip
     segment = read[-1]
     data = DataConfig(
         data_dir=arguments.directory,

@@ -9,5 +9,5 @@ def image_problems(step, model, images):
     found, known = len(images.classes), model.num_classes
     if found != known:
         like = "give images like those of its training"
-        yield f"--images {images.path}: has {found} classes, and the model {known}; {like}"
+        yield f"--images {images.path}: has {found} classes, but the model has {known}; {like}"
     yield from name_problems(step, images)

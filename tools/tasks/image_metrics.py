@@ -31,7 +31,8 @@ class Pictures(torch.utils.data.Dataset):
         try:
             self.images = pngs(path) if path.is_dir() else np.load(path)["arr_0"]
         except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile) as error:
-            raise ConfigError([f"{flag} {path}: no .npz with arr_0 and no directory of PNGs ({error})"]) from error
+            neither = f"is neither an .npz with arr_0 nor a directory of PNGs ({error})"
+            raise ConfigError([f"{flag} {path}: {neither}"]) from error
         if len(self.images) < FEWEST:
             raise ConfigError([f"{flag} {path}: has {len(self.images)} images; give at least {FEWEST}"])
         shape = () if path.is_dir() else self.images.shape[1:]
@@ -65,7 +66,7 @@ def compare(arguments, device):
     except ConfigError as error:
         raise ConfigError([f"--inception {arguments.inception}: {error.problems[0]}"]) from error
     if "Mixed_7c.branch_pool.bn.weight" not in weights:
-        raise ConfigError([f"--inception {arguments.inception}: is no Inception of torch-fidelity; see --help"])
+        raise ConfigError([f"--inception {arguments.inception}: is not the Inception of torch-fidelity; see --help"])
     on_gpu = device != "cpu"
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # torch-fidelity takes the current GPU
         found = calculate_metrics(

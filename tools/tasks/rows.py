@@ -58,7 +58,7 @@ def load_tasks(entries, data):
                 loaded[task] = load_task(manager, task, scratch)
             except Exception as error:  # of datasets, the client of the hub, its HTTP library, or the harness
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                remedy = "mend the rows in --data" if data else "give the rows with --data, or choose other --tasks"
+                remedy = "fix the rows in --data" if data else "give the rows with --data, or choose other --tasks"
                 raise RuntimeError(f"{task}: its rows cannot be read ({reason}); {remedy}") from error
         yield manager, loaded
 
@@ -167,7 +167,7 @@ def row_problems(path, fields):
                 row = parse_json(line)
                 missing = [field for field in fields if field not in row]
             except (ValueError, TypeError) as error:
-                return [f"{path}: line {number} is no JSON object ({error})"]
+                return [f"{path}: line {number} is not a JSON object ({error})"]
             if missing:
                 return [f"{path}: line {number} has no {', '.join(missing)}"]
     return []

@@ -66,5 +66,5 @@ def entries_of(suite, names):
     entries = SUITES[suite]
     known = [entry.task for entry in entries]
     unknown = [name for name in names or () if name not in known]
-    raise_any([f"--tasks {name}: is not in {suite}; choose among {', '.join(known)}" for name in unknown])
+    raise_any([f"--tasks {name}: is not in {suite}; choose from {', '.join(known)}" for name in unknown])
     return [entry for entry in entries if not names or entry.task in names]

@@ -248,7 +248,7 @@ def test_the_prompts_of_tasks_are_the_domains_of_a_head_report(model, data, tmp_
     report = json.loads((tmp_path / "heads" / "heads.json").read_text())
     assert [(domain["name"], domain["tokens"]) for domain in report["domains"]] == [("SciQ", 64), ("WinoGrande", 64)]
     assert report["load"].keys() == {"SciQ", "WinoGrande"} and len(report["similarity"]) == 2
-    with pytest.raises(ConfigError, match="one of --data and --suite"):
+    with pytest.raises(ConfigError, match="either --data or --suite"):
         head_report.parse_arguments(arguments[5:])
 
 

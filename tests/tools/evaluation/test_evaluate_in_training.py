@@ -138,7 +138,7 @@ def test_samples_after_the_resumed_checkpoint_are_dropped(tmp_path):
 
 def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_dir, tmp_path):
     for changes, message in [
-        (["--sample-prompts", "a", ""], "--sample-prompts '': has no token; give some text"),
+        (["--sample-prompts", "a", ""], "--sample-prompts '': contains no tokens; give some text"),
         (["--sample-prompts", "a", "\udcff"], r"--sample-prompts '.udcff': is not UTF-8"),
         (["--data-dir", str(data_dir)], f"--sample-prompts: {data_dir} has no tokenizer"),
     ]:
@@ -155,8 +155,8 @@ def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_d
     empty.write_text(lines[0])
     cases = [
         (["--eval-tasks", str(other)], "was made with another tokenizer"),
-        (["--eval-tasks", str(foreign)], "is no file of tasks"),
-        (["--eval-tasks", str(tmp_path / "none")], "is no file of tasks"),
+        (["--eval-tasks", str(foreign)], "is not a file of tasks"),
+        (["--eval-tasks", str(tmp_path / "none")], "is not a file of tasks"),
         (["--vocab-size", "64"], "below --vocab-size 64"),
         (["--eval-tasks", str(empty)], "has no question"),
     ]

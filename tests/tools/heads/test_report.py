@@ -1,4 +1,4 @@
-"""tools/head_report.py as a program: page, numbers, and what it says when something has to be mended."""
+"""tools/head_report.py as a program: page, numbers, and what it says when something must be fixed."""
 
 import json
 import math
