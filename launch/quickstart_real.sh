@@ -8,8 +8,9 @@
 # installation: prose, and program code. A table shows the loss of the original, of the mixture before training, and
 # after each stage; each stage is twice as long as all before it, and ends with an export and a text of the model.
 #
-# OUT (default: runs/quickstart-real) receives everything, up to 6 GB. STAGES (default: 2) is how many stages there are
-# in all; a repetition with a larger number goes on. FLAGS of moh_lm.pretrain win over the values here.
+# OUT (default: runs/quickstart-real) receives everything, up to 6 GB. STAGES (default: 2) is the number of stages in all:
+# repeat the command with a larger number to train further. If it is stopped, the same command resumes. FLAGS of
+# moh_lm.pretrain win over the values here.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
@@ -42,11 +43,11 @@ TRAINING=(
     --data-dir "$out/data" --data-mix topics=1 docstrings=3 library=3
 )
 
-# train RUN ITERATIONS: from its import, or from where it stopped.
+# train RUN ITERATIONS FLAG...: from its import, or from where it stopped.
 train() {
     up_to_date "$1/checkpoints/step-$2" ||
         run python -m moh_lm.pretrain --checkpoint-dir "$1" --require-checkpoint "${TRAINING[@]}" --train-iters "$2" \
-            ${given[@]+"${given[@]}"} # none: bash before 4.4
+            "${@:3}" ${given[@]+"${given[@]}"} # none: bash before 4.4
 }
 
 step "Environment"
@@ -69,7 +70,7 @@ run python data_prep/tokenize.py --tokenizer "$out/original/checkpoints/step-0" 
     --source docstrings="$out/corpus/docstrings.jsonl.zst" --source library="$out/corpus/library.json.gz"
 
 step "The loss of the original (its run has one iteration, since losses are measured before the first)"
-train "$out/original" 1
+train "$out/original" 1 --warmup-iters 0
 
 step "Mixture: the most important heads shared, the others chosen by a router, both fitted to 8K tokens of the text"
 up_to_date "$out/mixture/checkpoints/latest" ||
@@ -96,4 +97,4 @@ printf '\nEverything is in %s:\n' "$out"
 echo "    original/ mixture/  runs: report.html, config.json, metrics.jsonl, tensorboard/, checkpoints/"
 echo "    hf-*/               the mixture after each stage, for transformers"
 echo "    heads/index.html    which heads each kind of text uses"
-printf 'To go on:\n    bash launch/quickstart_continue.sh --real %q %d\n' "$out" $((stages + 2))
+printf 'To train further:\n    bash launch/quickstart_continue.sh --real %q %d\n' "$out" $((stages + 2))
