@@ -56,5 +56,6 @@ setup(
         "plot": PLOT,
         "wandb": ["wandb"],
         "gpu": TRITON,
+        "remote": ["fsspec", "s3fs", "gcsfs", "huggingface_hub"],  # data directories that are elsewhere
     },
 )

@@ -10,7 +10,8 @@ attention layer with projections, rotary embeddings and router. ``--active``: pe
 and of every contestant the median over the rounds of its time over that of the base in the same round: forward alone,
 and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
 dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
-ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected.
+ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected; ``in groups`` chooses the same share
+of the heads of every key/value group, where that is a whole number of some (--routing-unit head_in_group).
 
 On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls; a contestant that waits for the
 GPU has eager calls only, and a line says so. The bases are FLASH (EFFICIENT in fp32, and
@@ -175,8 +176,8 @@ def layer(shape, active, length, batch, device, dtype, documents):
     hidden, heads, kv_heads, head_dim = shape
     num_shared, num_active = budgets(heads, active)
 
-    def make(selection, backend, keys="all"):
-        config = HeadsConfig(selection, (num_shared,), (num_active,), routed_keys=keys)
+    def make(selection, backend, budget=(num_shared, num_active), **options):
+        config = HeadsConfig(selection, *((number,) for number in budget), **options)
         model = ModelConfig(1, hidden, 4 * hidden, heads, kv_heads, head_dim, heads=config)
         torch.manual_seed(0)
         module = build_model(model, backends=backend).model.layers[0].self_attn
@@ -194,7 +195,11 @@ def layer(shape, active, length, batch, device, dtype, documents):
     x = torch.randn(length, batch, hidden, device=device, dtype=dtype).requires_grad_()
     sparse = "triton" if device.type == "cuda" else "cpu_sparse"
     modules = {"dense": make("mixture", "dense"), "no router": make("all", "dense")}
-    modules |= {sparse: make("mixture", sparse), "own keys": make("mixture", sparse, "selected")}
+    modules |= {sparse: make("mixture", sparse), "own keys": make("mixture", sparse, routed_keys="selected")}
+    of_group, rest = divmod(heads * active // 100, kv_heads)
+    if rest == 0 and 0 < of_group < heads // kv_heads:
+        budget = (of_group - 1) * kv_heads, kv_heads
+        modules["in groups"] = make("mixture", "groups", budget, routing_unit="head_in_group")
     found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
     if device.type == "cuda":
         dense = found.pop("dense")

@@ -11,6 +11,7 @@ from moh_lm.units import above_0, at_least
 
 SHAPES = {  # hidden size, query heads, key/value heads, head dimension
     "llm-s": (768, 12, 12, 64),
+    "llm-s-grouped": (768, 12, 6, 64),
     "llm-b": (1536, 16, 16, 96),
     "llama3-8b": (4096, 32, 8, 128),
 }

@@ -24,6 +24,7 @@ from benchmarks.flags import SHAPES
 from benchmarks.timing import in_turns, ratio, set_up, stopwatch
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
+from moh_lm.parallel.triton_cross_entropy import triton_differentiate
 
 
 def main(options):
@@ -40,15 +41,15 @@ def compare(shape, options, device, dtype):
     weight = (0.02 * torch.randn(options.vocab_size, hidden, device=device)).to(dtype).requires_grad_()
     labels = torch.randint(options.vocab_size, (options.tokens,), device=device)
 
-    def call(fused):
-        mean, _ = linear_cross_entropy(x, weight, labels, partition, None, fused=fused)
+    def call(differentiate):
+        mean, _ = linear_cross_entropy(x, weight, labels, partition, None, differentiate=differentiate)
         return mean, *torch.autograd.grad(mean, (x, weight))
 
-    differences = [distance(*pair) for pair in zip(call(True), call(False), strict=True)]
+    differences = [distance(*pair) for pair in zip(call(triton_differentiate), call(None), strict=True)]
     loss, of_x, of_weight = differences
     print(f"{shape}: relative difference of the loss {loss:.1e}, of the gradients {of_x:.1e} and {of_weight:.1e}")
-    forms = {"torch": False, "fused": True}
-    clocks = {name: stopwatch(partial(call, fused), device, name) for name, fused in forms.items()}
+    forms = {"torch": None, "fused": triton_differentiate}
+    clocks = {name: stopwatch(partial(call, form), device, name) for name, form in forms.items()}
     taken = in_turns(clocks, options.rounds)
     for name, spent in taken.items():
         times = [median(one[clock] for one in spent) for clock in range(len(spent[0]))]

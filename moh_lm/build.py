@@ -17,6 +17,7 @@ from moh_lm.extras.heterogeneous_heads import HeterogeneousAttention, Heterogene
 from moh_lm.kernels.choose import choose_backend
 from moh_lm.kernels.core_attention import CoreAttention
 from moh_lm.kernels.gated_attention import TRITON
+from moh_lm.kernels.heads_in_groups import HeadsInGroups
 from moh_lm.kernels.masks import share_of_scores
 from moh_lm.model.attention import Attention
 from moh_lm.model.batch_context import BatchContext
@@ -31,7 +32,7 @@ from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.head_partition import HeadPartition
 from moh_lm.parallel.ulysses import ContextGroups, UlyssesAttention, UlyssesExchange
 
-BACKENDS = {"dense": None, "triton": TRITON, "cpu_sparse": CPU_SPARSE}
+BACKENDS = {"dense": None, "groups": None, "triton": TRITON, "cpu_sparse": CPU_SPARSE}
 
 
 class Settings(NamedTuple):
@@ -40,8 +41,8 @@ class Settings(NamedTuple):
     group: tensor-parallel group, or None. context: ``ContextGroups``, or None. micro_batches: number of them in a step,
     over which the losses of the routers are averaged. recompute: whether activations are recomputed. backends: the
     attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the run. watched: whether every
-    layer must go through its core attention while it trains, for hooks to see. z_loss, fused_loss: see
-    ``linear_cross_entropy``.
+    layer must go through its core attention while it trains, for hooks to see. z_loss: see
+    ``linear_cross_entropy``. fused_loss: whether Triton kernels compute the loss; see triton_cross_entropy.py.
     """
 
     group: object = None
@@ -59,10 +60,13 @@ class Settings(NamedTuple):
 
     def loss(self):
         """``linear_cross_entropy`` of (hidden states, weight, labels, partition of the vocabulary)."""
-        return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, fused=self.fused_loss)
+        differentiate = None
+        if self.fused_loss:
+            from moh_lm.parallel.triton_cross_entropy import triton_differentiate as differentiate
+        return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, differentiate=differentiate)
 
     def batch_context(self):
-        return BatchContext(makes_masks="dense" in self.backends)
+        return BatchContext(makes_masks=any(name in self.backends for name in ("dense", "groups")))
 
 
 def build_model(config, **settings):
@@ -91,6 +95,9 @@ def layer_backends(config, device):
     """
     run, model = config.run, config.model
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    asked = run.attention_backend
+    if asked == "auto" and model.chooses_in_groups:
+        asked = "groups"
     ranks = config.parallel.tensor_parallel_size * config.parallel.context_parallel_size
     names = []
     for index in range(model.num_layers):
@@ -99,9 +106,7 @@ def layer_backends(config, device):
         share = model.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, of.window[index])
         dense_only = of.position[index] == "cope"
         names.append(
-            choose_backend(
-                run.attention_backend, device, dtype, shape, share, dense_only, model.own_keys(index), run.compile
-            )
+            choose_backend(asked, device, dtype, shape, share, dense_only, model.own_keys(index), run.compile)
         )
     return tuple(names)
 
@@ -123,6 +128,8 @@ def build_attention(config, layer_index, settings):
     if of.position[layer_index] == "cope":
         counted = ContextualPositions(of, INIT_STD, heads, exchange)
         core = CoPECore(counted, **core | {"backend": None})  # which needs all scores
+    elif settings.backend(layer_index) == "groups":
+        core = HeadsInGroups(config.active_heads(layer_index) // of.num_key_value_heads, **core)
     else:
         core = (LatentCore if of.attention == "latent" else CoreAttention)(**core)
     terms = loss_terms(config, settings.micro_batches)
@@ -157,7 +164,7 @@ def build_router(config, layer_index, heads, core, init_std, terms, settings):
         terms,
         settings.context,
         GumbelNoise(scale, settings.seed, layer_index) if scale else None,
-        says_selected=reads_queries or core.own_keys or core.backend is not None,
+        says_selected=reads_queries or core.reads_selection,
     )
 
 

@@ -17,6 +17,7 @@ VOCAB_SIZE = 64
 # The files that take longest begin first, so that all workers end at about the same time.
 LONGEST = (
     "training/test_layouts.py",
+    "tools/test_transformers_suite.py",
     "test_docs.py",
     "run/test_reliability.py",
     "supervise/test_watchdog.py",
@@ -41,6 +42,7 @@ QUICK = (
     "model/test_routing_forms.py",
     "model/test_rotary.py",
     "kernels/test_kernels.py",
+    "kernels/test_heads_in_groups.py",
     "kernels/test_compaction.py::test_slots_are_the_selected_tokens_from_the_last_back",
     "kernels/test_masks.py::test_what_a_window_shows_is_counted_by_hand",
     "kernels/test_masks.py::test_bounds_of_documents_are_counted_by_hand",

@@ -34,6 +34,7 @@ def reference_layer(config, index=0):
     routing = Routing(
         form, of.num_attention_heads, heads.num_shared_heads[index], heads.num_active_routed_heads[index],
         of.heads_per_expert, heads.two_stage, heads.routing_top_p, heads.load_balance_bias_rate,
+        of.num_key_value_heads if form not in ("all", "static") and heads.routing_unit == "head_in_group" else 1,
     )  # fmt: skip
     rotary = Rotary(
         of.rope_theta, of.rotary_fraction, of.rope_type, of.rope_factor, of.rope_low_freq_factor,
@@ -59,7 +60,8 @@ def router_losses(config, sequences):
     losses = [balance_loss(routing, tokens, share) for tokens in pooled]
     if losses[0] is None:
         return 0.0, None
-    loss = heads.load_balance_coefficient * sum(losses) / len(losses) + heads.router_z_loss * z_loss(every)
+    loss = heads.load_balance_coefficient * sum(losses) / len(losses)
+    loss = loss + heads.router_z_loss * z_loss(every, routing.groups)
     return loss + (heads.routing_entropy_coefficient * entropy(every) if routing.top_p else 0), losses
 
 

@@ -5,7 +5,8 @@ complex128: decisions look at real parts and all else is analytic, so ``slope`` 
 and nothing here needs autograd. Shared heads come first.
 
 Shapes: s tokens of a sequence, d width, h heads, e features of a head, n_s shared and E routed experts; an expert is a
-head, or all heads that share a key/value head.
+head, or all heads that share a key/value head. Where heads are chosen inside their key/value groups, shared heads come
+first in each group, and experts are numbered group after group.
 """
 
 import functools
@@ -21,7 +22,7 @@ class Routing(NamedTuple):
     """How the heads of a layer are used. Numbers count heads; ``size`` of them are an expert, selected together.
 
     form: all, static, or a choice of --routing. top_p: see ``chosen``. bias_rate: how much a step of the bias adds to
-    what a token selects by.
+    what a token selects by. groups: of heads, in each of which as many are shared and as many selected.
     """
 
     form: str
@@ -32,6 +33,7 @@ class Routing(NamedTuple):
     two_stage: bool = True
     top_p: float | None = None
     bias_rate: float = 0.0
+    groups: int = 1
 
 
 class Route(NamedTuple):
@@ -54,11 +56,22 @@ def sigmoid(scores):
     return 1 / (1 + np.exp(-scores))
 
 
-def route(routing, x, weights, queries=None):
+def deviation(values):
+    """The unbiased standard deviation of several numbers; 1 of a single one."""
+    if len(values) <= 1:
+        return 1.0
+    spread = values - values.mean()
+    return np.sqrt(spread @ spread / (len(values) - 1))
+
+
+def route(routing, x, weights, queries=None, divisor=None):
     """The ``Route`` of a token x [d]. queries: [h][e], before positions, for query_norm.
 
-    weights: w_shared [n_s, d], w_routed [E, d], w_type [2, d] and bias_steps [E], where the layer has them.
+    weights: w_shared [n_s, d], w_routed [E, d], w_type [2, d] and bias_steps [E], where the layer has them. divisor:
+    what query_norm divides its norms by, in place of their own deviation.
     """
+    if routing.groups > 1:
+        return route_in_groups(routing, x, weights, queries)
     form, heads, shared, active, size = routing[:5]
     if form in ("all", "static"):
         used = np.arange(heads) < (heads if form == "all" else shared + active)
@@ -69,9 +82,7 @@ def route(routing, x, weights, queries=None):
     if form == "query_norm":
         experts = [np.concatenate(queries[i : i + size]) for i in range(shared * size, heads, size)]
         scores = np.array([np.sqrt(query @ query) for query in experts])
-        if routed > 1:
-            spread = scores - scores.mean()
-            scores = scores / np.sqrt(spread @ spread / (routed - 1))
+        scores = scores / (deviation(scores) if divisor is None else divisor)
         on = np.ones(shared)
     elif form in ("sigmoid", "relu"):
         on = 2 * sigmoid(on)
@@ -104,6 +115,25 @@ def route(routing, x, weights, queries=None):
     return Route(np.repeat(gates, size), np.repeat(used, size), probability, selected, scores)
 
 
+def route_in_groups(routing, x, weights, queries):
+    """The ``Route`` of a token that chooses heads inside their groups: Eq. 5, 9 and 10 in each group by itself.
+
+    [a1, a2] of Eq. 6 are the same in all groups. query_norm divides by the deviation of all routed heads.
+    """
+    groups = routing.groups
+    numbers = {name: getattr(routing, name) // groups for name in ("heads", "shared", "active")}
+    of_group, routes = routing._replace(groups=1, **numbers), []
+    experts = {"w_shared": of_group.shared, "w_routed": of_group.heads - of_group.shared}
+    experts["bias_steps"] = experts["w_routed"]
+    parts = [queries[group * of_group.heads :][: of_group.heads] for group in range(groups)]
+    norms = [np.sqrt(query @ query) for part in parts for query in part[of_group.shared :]]
+    for group, part in enumerate(parts):
+        own = {name: weights[name][group * n :][:n] for name, n in experts.items() if name in weights}
+        own |= {"w_type": weights["w_type"]} if "w_type" in weights else {}
+        routes.append(route(of_group, x, own, part, deviation(np.array(norms))))
+    return Route(*map(np.concatenate, zip(*routes, strict=True)))
+
+
 def chosen(ranks, probability, k, top_p=None):
     """The k largest ranks, of equal ones the first: bool [E]. top_p: only the first of them, in that order, whose
     probabilities add up to it; all k if they do not."""
@@ -115,13 +145,15 @@ def chosen(ranks, probability, k, top_p=None):
 
 
 def balance_loss(routing, routes, share=None):
-    """L_b of Eq. 7 over the tokens of ``routes``; None without routed experts. share: f [E] in place of theirs."""
-    number = len(routes[0].probability)
+    """L_b of Eq. 7 over the tokens of ``routes``, the mean over groups; None without routed experts. share: f [E] in
+    place of theirs."""
+    number = len(routes[0].probability) // routing.groups
     if not number:
         return None
     share = np.mean([route.selected for route in routes], axis=0) if share is None else share
     factor = {"released": number, "relu": number * routing.size / max(1, routing.active)}.get(routing.form, 1)
-    return factor * (share @ np.mean([route.probability for route in routes], axis=0))
+    products = share * np.mean([route.probability for route in routes], axis=0)
+    return factor * sum(of_group.sum() for of_group in np.split(products, routing.groups)) / routing.groups
 
 
 def entropy(routes):
@@ -129,9 +161,9 @@ def entropy(routes):
     return -sum(route.probability @ np.log(route.probability) for route in routes) / len(routes)
 
 
-def z_loss(routes):
-    """Mean over the tokens of (ln sum exp s)^2."""
-    logs = [np.log(np.exp(route.scores).sum()) for route in routes]
+def z_loss(routes, groups=1):
+    """Mean over the tokens, and over their groups, of (ln sum exp s)^2."""
+    logs = [np.log(np.exp(scores).sum()) for route in routes for scores in np.split(route.scores, groups)]
     return sum(value * value for value in logs) / len(logs)
 
 

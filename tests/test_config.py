@@ -81,6 +81,7 @@ def test_groups_of_heads_have_a_default_budget_that_routes(heads, groups):
         ("--num-layers 7 --num-attention-heads 16 --head-dim 4", 1, 1),
         ("--num-layers 9 --num-attention-heads 32 --num-key-value-heads 8 --head-dim 4", 1, 4),
         ("--num-layers 4 --num-attention-heads 32 --num-key-value-heads 8 --routing-unit key_value_group", 4, 4),
+        ("--num-layers 4 --num-attention-heads 32 --num-key-value-heads 8 --routing-unit head_in_group", 8, 1),
         ("--num-layers 5 --num-attention-heads 16 --head-dim 4 --head-selection static", None, 1),
     ],
 )

@@ -13,6 +13,7 @@ from moh_lm.run import program
 from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
 
+IN_GROUPS = "--num-key-value-heads 6 --routing-unit head_in_group"  # of twelve heads
 REFUSALS = {  # flags: what the one line has to name
     "--num-layer 2": ("--num-layer", "--num-layers"),
     "--qqq 2": ("--qqq", "--help"),
@@ -71,6 +72,13 @@ REFUSALS = {  # flags: what the one line has to name
     "--routing-unit key_value_group --num-key-value-heads 3 --num-shared-heads 8": ("all 3 groups, so none is routed",),
     "--routing-unit key_value_group --num-key-value-heads 1": ("all 1 groups", "choose fewer", "--routing-unit head"),
     "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
+    f"{IN_GROUPS} --num-shared-heads 3": ("--num-shared-heads 3", "6 groups", "multiples of 6, such as 0 and 6"),
+    f"{IN_GROUPS} --num-key-value-heads 12": ("--routing-unit head_in_group", "none do", "--num-key-value-heads"),
+    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "as many heads of a group", "leave it out"),
+    f"{IN_GROUPS} --routing-top-p 0.5 --routing paper": ("--routing-top-p 0.5", "head_in_group", "leave it out"),
+    f"{IN_GROUPS} --routed-keys selected": ("--routed-keys selected", "head_in_group", "sees all keys"),
+    f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave it out"),
+    "--attention-backend groups": ("--attention-backend groups", "--routing-unit head_in_group", "choose auto"),
     "--routing-top-p 0 --routing paper": ("--routing-top-p 0", "above 0 and at most 1"),
     "--routing-top-p 1.5 --routing paper": ("--routing-top-p 1.5", "above 0 and at most 1"),
     "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),
@@ -162,6 +170,7 @@ def test_sources_that_are_not_there_are_one_sentence(data_dir):
         ("--num-shared-heads 4 --num-attention-heads 14 --head-dim 64", "--num-key-value-heads 14"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 1022", "--seq-length 1022"),
         ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),
+        (f"{IN_GROUPS} --head-budget 0.5", "size 4: must divide --num-key-value-heads 6, since heads compete"),
     ],
 )
 def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
@@ -177,6 +186,7 @@ def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
         ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
         ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
+        (f"{IN_GROUPS} --head-budget 0.5", "size 4: must divide --num-key-value-heads 6, since heads compete"),
         ("--num-shared-heads 8 --context-parallel-size 3", "--context-parallel-size 3: needs a multiple of 3"),
     ],
 )

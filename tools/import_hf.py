@@ -11,7 +11,7 @@
 
 RUN gets checkpoints/step-0 (tools/hf/convert/import_step.py). docs/continue.md goes through the whole way.
 
-Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
+Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be fixed, or a file could
 not be written, and nothing is there under the final name.
 """
 
@@ -95,6 +95,7 @@ def import_model(arguments, name):
     from tools.hf.convert.import_step import write_step
     from tools.hf.convert.import_vocabulary import find_tokenizers, new_rows, spelled, token_ids, tokens_of
     from tools.hf.convert.import_weights import Source, plan
+    from tools.hf.convert.source_tokenizer import names_code, settings_of
 
     problems = []
     refuse_run("--model", arguments.model)
@@ -110,7 +111,11 @@ def import_model(arguments, name):
     raise_any(problems)
     config = replace(config, vocab_size=vocab_size)
     source = Source(arguments.model)
+    ids = token_ids(arguments.model, values)
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
+    settings = settings_of(arguments.model, old, ids)
+    if "tokenizer.json" in tokenizer and names_code(arguments.model):
+        print("note: tokenizer_config.json names Python code, which is left out; tokenizer.json is used without it")
     num_tokens = tokens_of(old or arguments.model, old_vocab_size) if arguments.extend_vocab else old_vocab_size
     kept = num_tokens if new else old_vocab_size  # new tokens take the rows that pad the old vocabulary
     pieces = spelled(old, new, num_tokens, vocab_size) if old and new and vocab_size > kept else {}
@@ -137,7 +142,9 @@ def import_model(arguments, name):
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
         "dtypes": ", ".join(source.dtypes),
         "vocabulary": describe_vocabulary(kept, vocab_size, len(pieces)),
-        "token_ids": token_ids(arguments.model, values),
+        "token_ids": ids,
+        "tokenizer": settings,
+        "max_position_embeddings": length,
         "seed": arguments.seed,
         "shared_heads": "importance" if measured else "first",
         "calibrated": arguments.calibrate,

@@ -28,7 +28,8 @@ def idle_of_heads(heads, gated):
             + (["load_balance_coefficient"] if heads.routing == "relu" else []),
             "a router without --routing-top-p": ["routing_entropy_coefficient"] if heads.routing_top_p is None else [],
         }
-    unit = ("routing_unit",) if heads.head_budget is not None else ()  # of which a budget has whole ones
+    in_whole_groups = heads.head_budget is not None and heads.routing_unit == "key_value_group"
+    unit = ("routing_unit",) if in_whole_groups else ()
     used = {
         "all": (),
         "static": (*BUDGETS, *SPREAD, *unit),

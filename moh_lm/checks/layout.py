@@ -81,6 +81,8 @@ def context_problems(model, tp, cp):
         return []
     found = []
     given = f"--context-parallel-size {cp}" + (f" * --tensor-parallel-size {tp} = {tp * cp}" if tp > 1 else "")
+    if model.chooses_in_groups:
+        return group_problems(model, tp * cp, given)
     for layer in range(model.num_layers):
         heads, leading = model.of_layer(layer).num_attention_heads, model.always_on_heads(layer)
         if heads % (tp * cp) or leading % (tp * cp):
@@ -107,7 +109,9 @@ def tensor_problems(model, tp):
         whole_groups += f"query heads per key/value head = {step}"
         if keys < tp:
             step, whole_groups = tp, f"; choose a multiple of --tensor-parallel-size {tp}"
-        if heads % step:
+        if model.chooses_in_groups:
+            found += group_problems(model, tp, f"--tensor-parallel-size {tp}")
+        elif heads % step:
             found.append(
                 f"--tensor-parallel-size {tp}: must divide --num-key-value-heads {keys}, or be above it, and divide "
                 f"--num-attention-heads {heads}"
@@ -115,3 +119,16 @@ def tensor_problems(model, tp):
         elif leading % step:
             found.append(f"{leading} heads that are always active: every rank must hold equally many{whole_groups}")
     return list(dict.fromkeys(found))
+
+
+def group_problems(model, ranks, given):
+    """Every rank holds whole key/value groups, in each of which heads compete. ranks: that share the heads of a layer.
+    given: the flags that say so."""
+    keys = {model.of_layer(layer).num_key_value_heads for layer in range(model.num_layers)}
+    if not any(number % ranks for number in keys):
+        return []
+    numbers, most = ", ".join(map(str, sorted(keys))), math.gcd(*keys)
+    return [
+        f"{given}: must divide --num-key-value-heads {numbers}, since heads compete inside their group with "
+        f"--routing-unit head_in_group; choose a divisor of {most}"
+    ]

@@ -60,7 +60,7 @@ def model_problems(model):
     found += own_keys_problems(model)
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads) + form_problems(model.heads, model.post_norm)
-        budgets = budget_problems(model)
+        budgets = group_problems(model) or budget_problems(model)
         return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
@@ -77,6 +77,27 @@ def form_problems(heads, post_norm=False):
         found.append(f"{given}: its gates begin at 1 for normalised inputs; --post-norm has none, leave one flag out")
     if heads.routing_dtype != "fp32" and heads.routing == "relu":
         found.append(f"--routing-dtype {heads.routing_dtype}: {given} ranks nothing; leave it out")
+    return found
+
+
+def group_problems(model):
+    """What heads that are chosen inside their key/value groups contradict."""
+    if not model.chooses_in_groups:
+        return []
+    given, heads, fixed = "--routing-unit head_in_group", model.heads, "every token uses as many heads of a group"
+    found = attention.refusals(
+        given,
+        (
+            ("--attention", model.attention, "heads", "heads share keys, and latent attention has none to share"),
+            ("--head-dims", " ".join(map(str, model.head_dims)), "", "heads share keys, which then have one width"),
+            ("--routed-keys", heads.routed_keys, "all", "ordinary attention computes the heads, and sees all keys"),
+            ("--routing-top-p", heads.routing_top_p, None, fixed),
+            ("--routing", heads.routing == "relu" and "relu", False, fixed),
+        ),
+    )
+    if not found and model.queries_per_key == 1:
+        fewer = f"give fewer --num-key-value-heads than --num-attention-heads {max(model.head_counts)}"
+        found.append(f"{given}: chooses among the query heads that share a key/value head, and none do; {fewer}")
     return found
 
 
@@ -126,7 +147,8 @@ def spread_problems(model):
             f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
             f"between 0 and 1; choose at most {most:.3g}"
         ]
-    if abs(share - rate) >= model.heads_per_expert / min(model.head_counts):
+    unit = model.of_layer(0).num_key_value_heads if model.chooses_in_groups else model.heads_per_expert
+    if abs(share - rate) >= unit / min(model.head_counts):
         return [
             f"--head-budget {rate:g}: the numbers of shared and routed heads use {share:.1%} of all; choose another "
             "share, or another --num-shared-heads"
@@ -184,6 +206,8 @@ def budget_problems(model):
                 f"--num-active-routed-heads {active}: {between(min(1, routed), routed)}: --num-shared-heads {shared} "
                 f"leaves {routed} of {heads} heads"
             )
+        elif model.chooses_in_groups and (uneven := uneven_budget(model, layer)):
+            sentence = uneven
         elif shared % size or active % size:
             sentence = (
                 f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit key_value_group "
@@ -207,3 +231,17 @@ def group_problems(model):
         f"--routing-unit key_value_group: every token uses all {first.num_shared + first.num_routed} groups, so none "
         "is routed; choose fewer --num-shared-heads or --num-active-routed-heads, or --routing-unit head"
     ]
+
+
+def uneven_budget(model, layer):
+    """A sentence if the groups of a layer cannot have equal numbers of shared, and of selected, heads; else None."""
+    keys, r = model.of_layer(layer).num_key_value_heads, model.queries_per_key
+    shared, active = model.heads.num_shared_heads[layer], model.heads.num_active_routed_heads[layer]
+    if not (shared % keys or active % keys):
+        return None
+    near = min(shared // keys, r - 1)
+    return (
+        f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit head_in_group has as many "
+        f"in each of {keys} groups; choose multiples of {keys}, such as {near * keys} and "
+        f"{min(max(1, active // keys), r - near) * keys}"
+    )

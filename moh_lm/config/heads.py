@@ -41,9 +41,9 @@ class HeadsConfig:
     )
     routing_unit: str = text_option(
         "head",
-        "what a token selects: single heads, or whole key/value groups of grouped-query attention; budgets still "
-        "count heads",
-        choices=("head", "key_value_group"),
+        "what a token selects: single heads, whole key/value groups of grouped-query attention, or as many heads in "
+        "every key/value group; budgets always count heads",
+        choices=("head", "key_value_group", "head_in_group"),
     )
     routed_keys: str = text_option(
         "all",
@@ -140,7 +140,8 @@ class RoutedLayer(NamedTuple):
     """What a layer of a mixture routes: its number, and its numbers of experts, which are heads or groups of them.
 
     With ``top_p``, num_active is the most that a token selects; ``by_sign``, what tokens select on average. stride:
-    tokens of the first layer for each of this one; a later stage of an image model has fewer.
+    tokens of the first layer for each of this one; a later stage of an image model has fewer. groups: of experts that
+    compete, each with as many shared ones in front and as many that are selected; ordinarily all compete.
     """
 
     index: int
@@ -151,6 +152,19 @@ class RoutedLayer(NamedTuple):
     top_p: float | None = None
     by_sign: bool = False
     stride: int = 1
+    groups: int = 1
+
+    def of_group(self):
+        """The same of one of the groups."""
+        numbers = ("num_shared", "num_routed", "num_active")
+        return self._replace(groups=1, **{name: getattr(self, name) // self.groups for name in numbers})
+
+    @property
+    def routed_numbers(self):
+        """Numbers of the routed experts among all of the layer."""
+        one = self.of_group()
+        size = one.num_shared + one.num_routed
+        return [first + i for first in range(0, size * self.groups, size) for i in range(one.num_shared, size)]
 
     @property
     def varies(self):

@@ -125,12 +125,25 @@ class ModelConfig(HeadsOfLayers):
         return self.base_width / self.hidden_size
 
     def always_on_heads(self, layer):
-        """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""
+        """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones. None where
+        they are at the front of every key/value group."""
         heads = self.heads
-        if heads.head_selection == "all":
+        if heads.head_selection == "all" or self.chooses_in_groups:
             return 0
         routed = heads.num_active_routed_heads[layer] if heads.head_selection == "static" else 0
         return heads.num_shared_heads[layer] + routed
+
+    def numbers_always_on(self, layer):
+        """Numbers of the heads of ``layer`` that are always on."""
+        if not self.chooses_in_groups:
+            return [*range(self.always_on_heads(layer))]
+        routed = {*self.routed_layer(layer).routed_numbers}
+        return [head for head in range(self.of_layer(layer).num_attention_heads) if head not in routed]
+
+    @property
+    def chooses_in_groups(self):
+        """Whether a token uses as many heads in every key/value group, chosen among those of the group."""
+        return self.heads.head_selection == "mixture" and self.heads.routing_unit == "head_in_group"
 
     @property
     def heads_per_expert(self):
@@ -149,7 +162,8 @@ class ModelConfig(HeadsOfLayers):
         active, routed = self.heads.num_active_routed_heads[index], self.of_layer(index).num_attention_heads - shared
         by_sign = self.heads.routing == "relu"
         budget = (shared // size, routed // size, active // size)
-        return RoutedLayer(index, *budget, size, self.heads.routing_top_p, by_sign)
+        groups = self.of_layer(index).num_key_value_heads if self.chooses_in_groups else 1
+        return RoutedLayer(index, *budget, size, self.heads.routing_top_p, by_sign, groups=groups)
 
     def own_keys(self, layer):
         """Whether routed heads of ``layer`` see the tokens only that select them."""

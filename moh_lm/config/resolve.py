@@ -113,22 +113,33 @@ def spread_budget(heads, numbers, group, shared, tp=1, cp=1):
     layers = len(numbers)
     if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and min(numbers, default=0) >= 1):
         return {}
-    unit = step = group if heads.routing_unit == "key_value_group" else 1
-    if tp * cp > 1:
-        step = math.lcm(tp * group if tp > 1 else step, tp * cp)
-    if heads.head_selection == "static":
-        unit = step
+    together = [heads_together(heads, number, group, tp, cp) for number in numbers]
     active, due = [], 0.0
-    for layer, number in enumerate(numbers):
+    for layer, (number, (unit, _)) in enumerate(zip(numbers, together, strict=True)):
         due += number * (heads.head_budget + heads.head_budget_slope * (layer / max(1, layers - 1) - 0.5))
         active.append(min(max(round((due - sum(active)) / unit) * unit, unit), number))
     if len({*numbers}) == 1:
         active.sort(reverse=heads.head_budget_slope < 0)
-    both = list(zip(active, numbers, strict=True))
-    shared = shared or tuple(max(0, count - max(unit, number // 4)) // step * step for count, number in both)
+    all_of = list(zip(active, numbers, together, strict=True))
+    shared = shared or tuple(
+        max(0, count - max(unit, number // 4)) // step * step for count, number, (unit, step) in all_of
+    )
     shared = by_layer(shared, layers)
-    rest = (min(max(count - on, unit), number - on) for (count, number), on in zip(both, shared, strict=False))
+    rest = (
+        min(max(count - on, unit), number - on)
+        for (count, number, (unit, _)), on in zip(all_of, shared, strict=False)
+    )
     return {"num_shared_heads": shared, "num_active_routed_heads": tuple(rest)}
+
+
+def heads_together(heads, number, group, tp, cp):
+    """(in what multiples a token uses heads, in what multiples heads are always on) in a layer of ``number`` heads."""
+    if heads.routing_unit == "head_in_group" and heads.head_selection == "mixture":
+        return (max(1, number // group),) * 2  # as many in every group
+    unit = step = group if heads.routing_unit == "key_value_group" else 1
+    if tp * cp > 1:
+        step = math.lcm(tp * group if tp > 1 else step, tp * cp)
+    return (step, step) if heads.head_selection == "static" else (unit, step)
 
 
 def spread_over_ranks(model, shared, tp, cp):

@@ -11,7 +11,7 @@ import math
 
 from moh_lm.kernels.masks import mean_keys
 from moh_lm.kernels.selected_keys import marked_features
-from moh_lm.model.gates import FORMS
+from moh_lm.model.gates import FORMS, form_of
 from moh_lm.units import words
 
 
@@ -22,6 +22,8 @@ def key_shares(config, layer_index, active_heads=None):
     r query heads share a key/value head, which is used if one of them is selected: of E routed experts K are, none of r
     with a chance of (E - r over K) / (E over K).
     """
+    if config.chooses_in_groups:  # every group is asked
+        return 1.0, 1.0
     config = config.of_layer(layer_index)
     heads, unit = config.num_attention_heads, config.heads_per_expert
     always = config.always_on_heads(layer_index) if config.heads.head_selection != "all" else heads
@@ -89,7 +91,8 @@ def attention_products(config, layer_index, seq_length, active_heads=None):
     if config.position[layer_index] == "cope":
         scores += (seen + config.cope_max_position + 1) * config.head_dim  # gates; what each position adds
     if config.heads.head_selection == "mixture":
-        form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
+        layer = config.routed_layer(layer_index)
+        form = form_of(config.heads.routing, layer.of_group(), config.heads.two_stage, layer.groups)
         always += d * sum(rows for rows, _ in form.weights(0, d).values())
     heads, shared_heads, seeing, kept = config.num_attention_heads, config.always_on_heads(layer_index), active, keys
     if config.own_keys(layer_index):

@@ -137,6 +137,8 @@ def routing_facts(model):
     yield heads.routing
     if heads.routing_unit == "key_value_group":
         yield f"whole key/value groups of {model.heads_per_expert}"
+    if model.chooses_in_groups:
+        yield f"inside key/value groups of {model.queries_per_key}"
     if heads.routed_keys == "selected":
         yield "own keys and values"
     if heads.routing_dtype != "fp32":
@@ -155,6 +157,9 @@ def describe_attention(config, named=None):
     run, model = config.run, config.model
     always_dense = model.heads.head_selection == "all" and not any(model.window)
     if always_dense or run.attention_backend != "auto":
+        return
+    if model.chooses_in_groups:
+        yield "attention  auto: ordinary attention of the heads that tokens choose in each key/value group"
         return
     if named:
         yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense in every layer without;"
@@ -184,6 +189,16 @@ def describe_batches(config):
         f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens; "
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
+    if config.data.seq_length_warmup:
+        yield describe_lengths(config)
+
+
+def describe_lengths(config):
+    """The lengths of --seq-length-warmup, and the steps that they begin with."""
+    steps = {}
+    for step in range(config.data.length_warmup[1] + 1):
+        steps.setdefault(config.length_at(step * config.run.global_batch_size), step)
+    return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for length, step in steps.items())
 
 
 def describe_layout(config, world_size):
@@ -213,6 +228,8 @@ def describe_data(config, dataset):
             f"  {row['name']:<{width}}  {float(row['share']):>7.2%}  {short(row['tokens']):>9}  {row['samples']:>11,}  "
             f"{row['epochs']:>8.3f}  {row['validation_windows']:>8,}"
         )
+    if dataset.packer:
+        yield from dataset.packer.describe(dataset.source_names)
     yield from (f"  {note}" for note in dataset.notes)
     asked = config.run.eval_samples
     few = [f"{row['name']} {row['validation_windows']}" for row in rows if 0 < row["validation_windows"] < asked]

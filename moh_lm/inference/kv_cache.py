@@ -19,6 +19,7 @@ import torch
 
 from moh_lm.inference.decode import decode_attention
 from moh_lm.inference.selected_kv_cache import SelectedKVCache
+from moh_lm.kernels.heads_in_groups import HeadsInGroups
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.mla import MultiLatentAttention
 from moh_lm.model.query_norm import QueryNormAttention
@@ -39,8 +40,7 @@ class Cache:
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=weight.device)
         self.layers = []
         for layer in model.model.layers:
-            config, latent = model.config.of_layer(layer.index), isinstance(layer.self_attn, MultiLatentAttention)
-            kind = LatentLayerCache if latent else LayerCache
+            config, kind = model.config.of_layer(layer.index), cache_kind(layer.self_attn)
             self.layers.append(kind(config, layer, rows, max_length, weight, attention_backend))
 
 
@@ -105,11 +105,12 @@ class LayerCache:
                 self.used[rows, :, positions % room] = active
             added = self.attention.core_attention.added_to_cache(query[0], self.keys, lengths)
             held = lengths.clamp_max(room)
-            heads = decode_attention(
-                query[0], self.keys, self.values, held, active, gates, self.backend, self.used, added
-            )
-            heads = self.answered(heads)
+            heads = self.answered(self.attend(query[0], held, active, gates, added))
         return self.attention.o_proj(heads[None].flatten(2))
+
+    def attend(self, query, held, active, gates, added):
+        """g_i H_i of new tokens; see ``decode_attention``."""
+        return decode_attention(query, self.keys, self.values, held, active, gates, self.backend, self.used, added)
 
     def project(self, x, positions):
         """Queries, keys at their positions, values, the ``RouterOutput`` and the table of positions of new tokens."""
@@ -132,6 +133,18 @@ class LayerCache:
     def answered(self, heads):
         """g_i H_i [b, h, e] of what the cache answers."""
         return heads
+
+
+class GroupedLayerCache(LayerCache):
+    """See ``LayerCache``. A token asks for the heads only that it chooses in every key/value group."""
+
+    def attend(self, query, held, active, gates, added):
+        core = self.attention.core_attention
+        if gates is None:
+            return super().attend(query, held, active, gates, added)
+        asked, rank = core.chosen(query[None], active[None], self.keys.shape[1])
+        heads = super().attend(asked[0], held, active.new_ones(asked.shape[1:3]), None, added)
+        return core.in_place(heads[None], rank, gates[None])[0]
 
 
 class LatentLayerCache(LayerCache):
@@ -161,6 +174,13 @@ class LatentLayerCache(LayerCache):
     def expansions(self):
         """W_UK and W_UV of each head: [h, e, r]."""
         return self.attention.kv_b_proj.weight.unflatten(0, (-1, 2 * self.attention.head_dim)).chunk(2, 1)
+
+
+def cache_kind(attention):
+    """The class of the cache of a layer."""
+    if isinstance(attention, MultiLatentAttention):
+        return LatentLayerCache
+    return GroupedLayerCache if isinstance(attention.core_attention, HeadsInGroups) else LayerCache
 
 
 def in_use(query, routing):

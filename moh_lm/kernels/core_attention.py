@@ -25,6 +25,11 @@ class CoreAttention(nn.Module):
         self.backend, self.window, self.num_shared = backend, window, num_shared
         self.causal, self.own_keys = causal, own_keys
 
+    @property
+    def reads_selection(self):
+        """Whether training needs to hear which heads are selected, where gates of 0 would say as much."""
+        return self.own_keys or self.backend is not None
+
     def forward(self, query, key, value, gates=None, selected=None, mask=None):
         """query: [s, b, h, e]; key, value: [s, b, kv, e]; gates, selected: [s, b, h], or None; see ``gated_attention``.
 

@@ -1,7 +1,8 @@
 """The routing forms: how the scores of a token become the gates of its heads.
 
-An expert is a head, or with ``routing_unit`` key_value_group the heads that share a key/value head. For a token x_t, of
-n_s shared experts and E routed ones, K of which are selected:
+An expert is a head, or with ``routing_unit`` key_value_group the heads that share a key/value head. With head_in_group
+heads compete inside their key/value group only (``InGroups``). For a token x_t, of n_s shared experts and E routed
+ones, K of which are selected:
 
     paper          shared  g_i = a1 softmax(W_s x_t)_i                                       (Eq. 5)
                    routed  g_i = a2 softmax(W_r x_t)_i for the K largest, else 0             (Eq. 5)
@@ -24,11 +25,12 @@ A form is a class of a few lines. To add one: write it here, name it in ``FORMS`
 moh_lm/config/heads.py, and give it its formula in float64 in tests/reference.py. Exports carry a copy of this
 file as moh_gates.py, so it imports nothing but torch and the standard library.
 
-Shapes: a dot stands for tokens, [s, b] or a slice of them.
+Shapes: a dot stands for tokens, [s, b] or a slice of them; kv key/value groups.
 """
 
 import math
 
+import torch
 import torch.nn.functional as F
 
 
@@ -41,11 +43,12 @@ class Paper:
     ``by_sign``: a token selects the routed experts with scores above 0, however many, and not the K largest.
     ``balance_factor``: multiplies L_b of Eq. 7.
     ``first_score``: of a selected expert, on average, by the first weights.
+    ``groups``: of experts that compete; ``layer`` has the numbers of one group.
     """
 
     reads_queries, has_types, by_sign = False, True, False
     first_score = 0.0
-    type_scale = 1
+    type_scale = groups = 1
 
     def __init__(self, layer, two_stage):
         self.layer = layer
@@ -77,6 +80,14 @@ class Paper:
         """W_h x [., 2] -> [a1, a2] of Eq. 6, each [., 1]."""
         weights = scores.softmax(-1)
         return (weights * self.type_scale if self.type_scale != 1 else weights).split(1, dim=-1)
+
+    def rivals(self, routed):
+        """What is said of routed experts [., E], with those in one dimension, the last, that compete."""
+        return routed
+
+    def in_order(self, shared, routed):
+        """What is said of shared and of routed experts, in the order of the experts: [., n]."""
+        return torch.cat((shared, routed), dim=-1)
 
 
 class PaperScaled(Paper):
@@ -153,9 +164,12 @@ class QueryNorm(Paper):
         if size > 1:
             norms = norms.unflatten(-1, (-1, size)).norm(dim=-1)
         shared, routed = norms.split([num_shared, self.layer.num_routed], dim=-1)
-        if self.layer.num_routed <= 1:  # the unbiased deviation of one number is not defined
-            return shared, routed
-        return shared, routed / routed.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
+        return shared, self.over_deviation(routed)
+
+    def over_deviation(self, routed):
+        if routed.shape[-1] <= 1:  # the unbiased deviation of one number is not defined
+            return routed
+        return routed / routed.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
 
     def shared_gates(self, scores):
         return scores.new_ones(scores.shape)
@@ -163,6 +177,55 @@ class QueryNorm(Paper):
     def routed_gates(self, scores, probability, selected):
         gates = probability * selected
         return gates + (selected - gates).detach()  # Eq. 9 forward, Eq. 10 backward
+
+
+class InGroups:
+    """A form of heads that compete inside their key/value group only (``routing_unit`` head_in_group).
+
+    Eq. 5, 9 and 10 hold in each of the kv groups by itself: the first n_s / kv of its heads are shared, K / kv of the
+    others are selected, and softmaxes run over the heads of one group. L_b is that of a group (Eq. 7), the mean over
+    the groups. [a1, a2] of Eq. 6 belong to the token and are the same in all groups. query_norm divides norms by the
+    deviation over the routed heads of all groups, since two numbers over their own deviation always differ by as much.
+
+    form: of one group. groups: kv. See ``Paper`` for the methods; experts [., n] are in the order of their groups.
+    """
+
+    def __init__(self, form, groups):
+        self.form, self.groups, self.layer = form, groups, form.layer
+        self.reads_queries, self.by_sign, self.two_stage = form.reads_queries, form.by_sign, form.two_stage
+        self.first_score, self.type_weights = form.first_score, form.type_weights
+        self.balance_factor = form.balance_factor / groups
+
+    def weights(self, init_std, hidden_size):
+        found = self.form.weights(init_std, hidden_size).items()
+        return {name: (rows * (1 if name == "w_type" else self.groups), std) for name, (rows, std) in found}
+
+    def scores(self, norms):
+        parts = self.by_group(norms).split([self.layer.num_shared, self.layer.num_routed], dim=-1)
+        shared, routed = (part.flatten(-2) for part in parts)
+        return shared, self.form.over_deviation(routed)
+
+    def shared_gates(self, scores):
+        return self.form.shared_gates(self.by_group(scores)).flatten(-2)
+
+    def probability(self, scores):
+        return self.form.probability(self.by_group(scores)).flatten(-2)
+
+    def affinity(self, scores, probability):
+        return self.form.affinity(self.by_group(scores), self.by_group(probability)).flatten(-2)
+
+    def routed_gates(self, scores, probability, selected):
+        return self.form.routed_gates(*map(self.by_group, (scores, probability, selected))).flatten(-2)
+
+    def rivals(self, routed):
+        return self.by_group(routed)
+
+    def in_order(self, shared, routed):
+        return torch.cat((self.by_group(shared), self.by_group(routed)), dim=-1).flatten(-2)
+
+    def by_group(self, experts):
+        """[., n] -> [., kv, n / kv]."""
+        return experts.unflatten(-1, (self.groups, experts.shape[-1] // self.groups))
 
 
 FORMS = {
@@ -173,3 +236,10 @@ FORMS = {
     "relu": Relu,
     "query_norm": QueryNorm,
 }
+
+
+def form_of(routing, layer, two_stage, groups=1):
+    """The form ``routing`` of experts that compete in so many groups. layer: see ``Paper``; its numbers are those of
+    one group."""
+    form = FORMS[routing](layer, two_stage)
+    return form if groups == 1 else InGroups(form, groups)

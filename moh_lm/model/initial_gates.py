@@ -12,7 +12,7 @@ def gates_of_one(model):
 
 def layer_gates(model, index):
     """The gates of shared and of selected experts that a layer of a mixture begins with, on average; 1 of none."""
-    layer, zeros = model.routed_layer(index), torch.zeros
+    layer, zeros = model.routed_layer(index).of_group(), torch.zeros
     form = FORMS[model.heads.routing](layer, model.heads.two_stage)
     scores = torch.full((layer.num_routed,), form.first_score)
     a1, a2 = form.type_weights(zeros(2)) if form.two_stage else (1, 1)

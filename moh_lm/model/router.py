@@ -12,7 +12,8 @@ wins. How scores become gates is the routing form's business (gates.py, Eq. 5, 6
 balance.py (Eq. 7, 8).
 
 Some options go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
-expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
+expert, and the gate of a group is that of each of its heads. With head_in_group, heads compete inside their group only:
+see ``InGroups`` of gates.py for what becomes of the equations. With ``routing_top_p`` P, K is only the most: a token
 selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these probabilities
 keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores small (Zoph et
 al. 2022, arXiv 2202.08906). ``load_balance_bias_rate`` u balances without a gradient (Wang et al. 2024, arXiv
@@ -38,7 +39,7 @@ from torch import nn
 
 from moh_lm.kernels.wide_linear import wide_linear
 from moh_lm.model.balance import balance_loss, make_rows
-from moh_lm.model.gates import FORMS
+from moh_lm.model.gates import form_of
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.head_partition import HeadPartition
 from moh_lm.parallel.layers import make_parameter
@@ -110,7 +111,8 @@ class Gates(nn.Module):
     def __init__(self, config, layer_index, init_std, group=None, heads=None):
         super().__init__()
         self.layer = config.routed_layer(layer_index)
-        self.form = FORMS[config.heads.routing](self.layer, config.heads.two_stage)
+        options, groups = config.heads, self.layer.groups
+        self.form = form_of(options.routing, self.layer.of_group(), options.two_stage, groups)
         self.group = group
         size, shared = self.layer.heads_per_expert, self.layer.num_shared
         self.heads = heads or HeadPartition(size * (shared + self.layer.num_routed), size * shared, None)
@@ -201,7 +203,7 @@ class HeadRouter(Gates):
             a1, a2 = self.form.type_weights(kinds)
             shared, gates = shared * a1, gates * a2
         if self.layer.num_shared:
-            gates = torch.cat((shared, gates), dim=-1)  # [s/tp, b, n]
+            gates = self.form.in_order(shared, gates)  # [s/tp, b, n]
         loss, rows = self.loss(scores, probability, selection, gates, a1, inputs)
         says_selected = self.layer.num_routed and (self.says_selected or not self.training)
         selected = self.heads_in_use(selection) if says_selected else None
@@ -234,7 +236,8 @@ class HeadRouter(Gates):
         if self.form.by_sign:
             selection = (ranking > 0).to(ranking)
         else:
-            selection = select(ranking, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
+            rivals, k = self.form.rivals(ranking), self.form.layer.num_active
+            selection = select(rivals, k, self.layer.top_p, self.ranked_in_bf16).reshape(ranking.shape)
         return selection if replay is None else torch.where(*replay, selection)
 
     def loss(self, scores, probability, selection, gates, a1, inputs):
@@ -254,13 +257,14 @@ class HeadRouter(Gates):
             log_p = scores.log_softmax(-1)
             loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)
         if self.z_scale:
-            loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
+            loss = loss + self.z_scale * (self.form.rivals(scores).logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, gates, selections, self.copies)
 
     def move_bias(self, counts):
         """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""
-        counts = counts.round()  # those of forms that read queries are sums of tp parts
-        self.bias_steps += (counts.sum() - len(counts) * counts).sign().to(self.bias_steps)
+        counts = self.form.rivals(counts.round())  # those of forms that read queries are sums of tp parts
+        lacking = counts.sum(-1, keepdim=True) - counts.shape[-1] * counts
+        self.bias_steps += lacking.sign().flatten().to(self.bias_steps)
 
     def norms(self, query):
         """Norms of the queries [..., e], in the dtype in which they are ranked: [...]."""
@@ -277,7 +281,8 @@ class HeadRouter(Gates):
     def heads_in_use(self, selection):
         """The selection of routed experts [s/tp, b, E] -> 1 for this rank's heads that are on: [s, b, h/tp]."""
         whole = selection if self.form.reads_queries else gather_sequence(selection, self.group)
-        return self.heads.take(self.per_head(F.pad(whole, (self.layer.num_shared, 0), value=1)))
+        always = whole.new_ones(()).expand(*whole.shape[:-1], self.layer.num_shared)
+        return self.heads.take(self.per_head(self.form.in_order(always, whole)))
 
 
 def stored_dtype(name, dtype):
@@ -295,6 +300,9 @@ def select(scores, k, top_p=None, in_bf16=False):
         best = scores.bfloat16().softmax(-1).topk(k).indices
         expert = torch.arange(scores.shape[-1], device=scores.device)
         return (best.unsqueeze(-1) == expert).any(-2).to(scores.dtype)
+    if k == 1 and top_p is None:
+        first = scores.argmax(-1, keepdim=True)  # of the largest
+        return (first == torch.arange(scores.shape[-1], device=scores.device)).to(scores.dtype)
     order, ones = scores.sort(dim=-1, descending=True, stable=True).indices, 1.0
     if top_p is not None:
         probability = scores.softmax(-1).gather(-1, order[..., :k])

@@ -17,8 +17,8 @@ def head_map(layers, loads, num_layers, num_heads):
     """uint8 [height, width, 3]. layers: ``RoutedLayer``s. loads: [[E] of each of them], shares of the tokens."""
     cells = np.full((num_layers, num_heads, 3), ALWAYS, dtype=np.uint8)
     for layer, load in zip(layers, loads, strict=True):
-        own = cells[layer.index, layer.num_shared :]
-        own[: layer.num_routed], own[layer.num_routed :] = colours(np.asarray(load)), 255
+        cells[layer.index, layer.num_shared + layer.num_routed :] = 255  # of layers with more heads
+        cells[layer.index, layer.routed_numbers] = colours(np.asarray(load))
     bottom = TOP + num_layers * CELL
     picture = np.full((bottom + 2 * CELL, max(LEFT + num_heads * CELL, 330), 3), 255, dtype=np.uint8)
     picture[TOP:bottom, LEFT : LEFT + num_heads * CELL] = cells.repeat(CELL, 0).repeat(CELL, 1)

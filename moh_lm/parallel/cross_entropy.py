@@ -22,19 +22,17 @@ MOST_LIKELY = -101  # without gradients: of one that gives the id of its most li
 CHUNK_BYTES = 2**30  # of the fp32 logits of a chunk: 4,096 tokens of 65,536
 
 
-def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0, fused=False):
+def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0, differentiate=None):
     """Mean loss over all positions, with gradients, and the loss of each position, without.
 
     x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], of
     the whole vocabulary, IGNORED, which gives 0 and counts in the mean, or MOST_LIKELY. z_loss: zeta, for the mean
-    only. fused: whether the kernels of moh_lm/parallel/triton_cross_entropy.py compute losses and gradients of logits.
+    only. differentiate: what turns the logits of a chunk into their gradient; ``torch_differentiate`` unless given.
     Returns fp32 (or wider) tensors [] and [...], equal on every rank. The gradient of x is this rank's part of a sum
     over the ranks.
     """
-    rows, targets, differentiate = x.flatten(0, -2), labels.flatten(), torch_differentiate
-    if fused:
-        from moh_lm.parallel.triton_cross_entropy import triton_differentiate as differentiate
-    settings = (partition, group, z_loss, differentiate, torch.is_grad_enabled())
+    rows, targets, with_gradients = x.flatten(0, -2), labels.flatten(), torch.is_grad_enabled()
+    settings = (partition, group, z_loss, differentiate or torch_differentiate, with_gradients)
     mean, losses = LinearCrossEntropy.apply(rows, weight, targets, *settings)
     return mean, losses.view(labels.shape)
 

@@ -18,6 +18,14 @@ MODELS = {
         dict(num_shared_heads=(2, 0), num_active_routed_heads=(2,), routing_unit="key_value_group"),
         dict(num_key_value_heads=4),
     ),
+    "in groups": (
+        dict(num_shared_heads=(2, 0), num_active_routed_heads=(2, 4), routing="released", routing_unit="head_in_group"),
+        dict(num_key_value_heads=2, window=(5, 0)),
+    ),
+    "in groups, query norm": (
+        dict(num_shared_heads=(0,), num_active_routed_heads=(4,), routing="query_norm", routing_unit="head_in_group"),
+        dict(num_key_value_heads=4),
+    ),
     "query norm, groups": (
         dict(routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,), routing_unit="key_value_group"),
         dict(num_key_value_heads=4),
@@ -77,7 +85,9 @@ def config_of(name, **sizes):
 
 
 def make_model(name, **sizes):
-    return models.make_model(config_of(name, **sizes), scale=10, seed=5).eval()
+    config = config_of(name, **sizes)
+    backend = "groups" if config.chooses_in_groups else "dense"
+    return models.make_model(config, scale=10, seed=5, backends=backend).eval()
 
 
 def whole(model, tokens):

@@ -33,6 +33,7 @@ HEADS = {
         routing="paper", num_shared_heads=(2,), num_active_routed_heads=(4,), routing_top_p=0.6,
         routing_unit="key_value_group",
     ),
+    "in groups": dict(num_shared_heads=(0,), num_active_routed_heads=(4,), routing_unit="head_in_group"),
     "own keys": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routed_keys="selected"),
     "gated": dict(head_selection="gated"),
     "static": dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(2,)),
@@ -45,7 +46,8 @@ def model_of(name, recompute=False, window=(), position=(), **heads):
         num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
         vocab_size=50, window=window, position=position, heads=HeadsConfig(**HEADS[name] | heads),
     )  # fmt: skip
-    return make_model(config, scale=5, seed=3, recompute=recompute)
+    backend = "groups" if config.chooses_in_groups else "dense"
+    return make_model(config, scale=5, seed=3, recompute=recompute, backends=backend)
 
 
 def tokens_of(seed):
@@ -88,7 +90,7 @@ def test_the_fused_kernels_select_what_the_layers_select():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["paper", "query norm", "groups, top-p"])
+@pytest.mark.parametrize("name", ["paper", "query norm", "groups, top-p", "in groups"])
 def test_recomputed_layers_keep_their_selection(name, compiled, monkeypatch):
     """All selections of the second pass are turned round, as rounding may turn some: nothing changes."""
     plain, model = model_of(name), model_of(name, recompute=True)

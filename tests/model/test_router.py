@@ -40,6 +40,28 @@ CASES = {
     "groups, no shared head": dict(shared=0, active=4, key_value_heads=2, unit="key_value_group"),
     "groups, no routed head": dict(shared=8, active=0, key_value_heads=2, unit="key_value_group"),
     "groups of one head": dict(shared=3, active=2, unit="key_value_group"),
+    "in groups": dict(shared=2, active=2, key_value_heads=2, unit="head_in_group"),
+    "in groups, one stage": dict(shared=2, active=4, key_value_heads=2, unit="head_in_group", two_stage=False),
+    "in groups, scaled": dict(shared=2, active=4, key_value_heads=2, unit="head_in_group", routing="paper_scaled"),
+    "in groups, released": dict(shared=4, active=2, key_value_heads=2, unit="head_in_group", routing="released"),
+    "in groups, sigmoid": dict(shared=0, active=4, key_value_heads=4, unit="head_in_group", routing="sigmoid"),
+    "in groups, query norm": dict(shared=2, active=2, key_value_heads=2, unit="head_in_group", routing="query_norm"),
+    "in groups, query norm, one of two": dict(
+        shared=0, active=4, key_value_heads=4, unit="head_in_group", routing="query_norm"
+    ),
+    "in groups, no routed head": dict(shared=8, active=0, key_value_heads=2, unit="head_in_group", routing="sigmoid"),
+    "in groups, one key": dict(shared=3, active=2, key_value_heads=1, unit="head_in_group"),
+    "in groups, previous step's shares": dict(
+        shared=0, active=2, key_value_heads=2, unit="head_in_group", scope="global_batch", routing="released"
+    ),
+    "in groups, micro-batch": dict(shared=0, active=6, key_value_heads=2, unit="head_in_group", scope="micro_batch"),
+    "in groups, bias": dict(
+        shared=2, active=2, bias=(-2, 1, 0, 3, -1, 0), key_value_heads=2, unit="head_in_group", routing="sigmoid"
+    ),
+    "in groups, window": dict(shared=2, active=2, key_value_heads=2, unit="head_in_group", window=3),
+    "in groups, CoPE": dict(
+        shared=2, active=2, key_value_heads=2, unit="head_in_group", position="cope", cope_max_position=2
+    ),
     "scaled": dict(shared=3, active=2, routing="paper_scaled"),
     "scaled, one stage": dict(shared=3, active=2, routing="paper_scaled", two_stage=False),
     "scaled, no shared head": dict(shared=0, active=3, routing="paper_scaled"),

@@ -17,7 +17,7 @@ from moh_lm.cost.summary import describe_heads
 from moh_lm.data.files import read_json
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
-from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.alarms import Alarms, Announcer
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.monitor.head_map import head_map
 from tests.distributed import run_ranks
@@ -51,6 +51,11 @@ MODELS = {
     "--load-balance-bias-rate 0.01",
 }
 MODELS["relu"] = f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 7 3 --routing relu"
+IN_GROUPS = f"{HEADS} --num-key-value-heads 4 --routing-unit head_in_group --num-shared-heads 0 4"
+MODELS["in groups"] = f"{IN_GROUPS} --num-active-routed-heads 8 4 --routing released"
+MODELS["in groups, bias, query norm"] = (
+    f"{IN_GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 --load-balance-bias-rate 0.01 --window 6"
+)
 STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 --eval-interval 0 --warmup-iters 0
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
 LAYOUTS = {
@@ -85,6 +90,8 @@ def one_process(data_dir, tmp_path_factory):
         ("bias", "tensor"), ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
         ("relu", "pipeline"), ("relu", "data, sparse"), ("relu", "context"), ("groups, query norm", "context"),
         ("tamed", "context"), ("bias, query norm", "context"), ("both", "context"),
+        ("in groups", "tensor"), ("in groups", "context"), ("in groups", "pipeline"), ("in groups", "data, sparse"),
+        ("in groups, bias, query norm", "tensor"), ("in groups, bias, query norm", "context"),
     ],  # fmt: skip
 )
 def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):
@@ -127,11 +134,17 @@ def test_the_entropy_is_in_the_gradient_not_the_balance_loss(data_dir, tmp_path,
     assert distance(mine[key], theirs[key]) < 1e-6
 
 
-@pytest.mark.parametrize("model", ["top-p, released", "relu"])
-def test_a_resumed_run_takes_the_routing_of_its_checkpoint(model, data_dir, tmp_path, one_process):
+@pytest.mark.parametrize(
+    "model, sizes",
+    [
+        ("top-p, released", ""), ("relu", ""),
+        ("in groups, bias, query norm", "--num-key-value-heads 4 --window 6 --seed 7"),
+    ],  # fmt: skip
+)
+def test_a_resumed_run_takes_the_routing_of_its_checkpoint(model, sizes, data_dir, tmp_path, one_process):
     flags = arguments(data_dir, tmp_path, *STEADY.split())
     run_ranks(run, 1, [*flags, *MODELS[model].split()], 2)
-    run_ranks(run, 1, [*flags, *HEADS.split()])
+    run_ranks(run, 1, [*flags, *HEADS.split(), *sizes.split()])
     assert rows(tmp_path) == rows(one_process(model))
     coefficients = [saved_state(directory, 3).get("l1_steps") for directory in (tmp_path, one_process(model))]
     assert coefficients[0] == coefficients[1]
@@ -195,7 +208,7 @@ def test_the_coefficient_of_relu_gates_follows_the_selected_heads(budgets, sign,
 
 def test_active_heads_loads_and_mfu_follow_the_selections(data_dir, tmp_path):
     flags = f"--train-iters 2 --log-interval 2 --eval-interval 0 --eval-samples 1 --peak-tflops 0.001 {MODELS['both']}"
-    flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3")
+    flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3", "--head-curves")
     (taken,) = run_ranks(run_recorded, 1, flags)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     board, active = events_of(tmp_path), {}
@@ -229,8 +242,8 @@ def test_fair_is_the_mean_load_where_k_is_only_the_most():
     assert figures["active_heads"] == [pytest.approx(5.2)]
     assert figures["overused"] == [0.5]  # fair is 30%, and 1.3 times it 39%
     alarms = Alarms(AlarmConfig(alarm_intervals=1, alarm_head_low=0.4), model.routed_layers(), {})
-    ((text, _),) = alarms.check(interval(), figures)
-    assert text == "ALARM routing collapse in layer 0: head 4 by 10.0% of the tokens, fair is 30.0%"
+    (text,) = Announcer().lines(alarms.check(interval(), figures))
+    assert text == "alarm: routing collapse in layer 0: head 4 by 10.0% of the tokens, fair is 30.0%"
 
 
 def test_a_layer_whose_tokens_select_nearly_all_heads_is_healthy():
@@ -245,13 +258,27 @@ def test_alarms_and_maps_speak_of_groups():
     model = ModelConfig(num_layers=1, num_attention_heads=16, num_key_value_heads=4, heads=heads)
     figures = {"load": [[0.0, 0.5, 0.5]], "balance_loss": [0.3], "gate_mean": [1.0]}
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
-    ((text, facts),) = alarms.check(interval(), figures)
-    assert text == "ALARM routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
+    (facts,) = found = alarms.check(interval(), figures)
+    (text,) = Announcer().lines(found)
+    assert text == "alarm: routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
     assert facts["groups"] == [1]
-    ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
+    found = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
+    (text,) = Announcer().lines(found)
     assert text == "alarm over: routing collapse in layer 0: group 1"
     picture = head_map(model.routed_layers(), figures["load"], 1, 4)
     assert [colour.tolist() for colour in cells(picture, 1, 4)[0]] == [[204] * 3, [0, 34, 78], *[[125, 124, 120]] * 2]
+
+
+def test_alarms_name_heads_that_are_routed_in_every_group():
+    heads = HeadsConfig(num_shared_heads=(2,), num_active_routed_heads=(4,), routing_unit="head_in_group")
+    model = ModelConfig(num_layers=1, num_attention_heads=8, num_key_value_heads=2, heads=heads)
+    figures = {"load": [[0.7, 0.6, 0.7, 0.0, 1.0, 1.0]], "balance_loss": [0.3], "gate_mean": [1.0]}
+    alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
+    ((text, facts),) = alarms.check(interval(), figures)
+    assert text.startswith("ALARM routing collapse in layer 0: head 5 by 0.0% of the tokens, fair is 66.7%")
+    colours = [colour.tolist() for colour in cells(head_map(model.routed_layers(), figures["load"], 1, 8), 1, 8)[0]]
+    assert colours[0] == colours[4] == [204] * 3 and colours[5] == [0, 34, 78]
+    assert model.numbers_always_on(0) == [0, 4]
 
 
 # --- What a model is said to be, and its files ---
@@ -280,6 +307,18 @@ def test_groups_and_top_p_survive_an_export_and_an_import(tmp_path, export):
     assert "| routing | released, whole key/value groups of 2, top-p 0.6 |" in card
     assert "| layer | shared groups | routed groups per token |" in card
     assert "| 0 | 1 | at most 1 of 1 | 50.0% | 40.0% | 60.0% |" in card
+    assert import_hf.main(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
+    assert Config.load(find_step(tmp_path / "in") / "config.json").model == model
+
+
+def test_heads_in_groups_survive_an_export_and_an_import(tmp_path, export):
+    budgets = dict(num_shared_heads=(2, 0), num_active_routed_heads=(2, 2), routing_unit="head_in_group")
+    model = replace(PAPER, heads=replace(PAPER.heads, **budgets))
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
+    export(tmp_path / "run", tmp_path / "hf")  # which compares the logits of the trainer and of transformers
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert values["routing_unit"] == "head_in_group" and model_config(values) == model
+    assert "| routing | released, inside key/value groups of 2 |" in (tmp_path / "hf" / "README.md").read_text()
     assert import_hf.main(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
     assert Config.load(find_step(tmp_path / "in") / "config.json").model == model
 

@@ -37,7 +37,9 @@ def expected(x, weight, labels, z_loss):
 
 def fused(x, weight, labels, z_loss, partition, group=None):
     x, weight = x.detach().requires_grad_(), partition.take(weight.detach()).requires_grad_()
-    mean, losses = linear_cross_entropy(x, weight, labels, partition, group, z_loss, fused=True)
+    from moh_lm.parallel.triton_cross_entropy import triton_differentiate
+
+    mean, losses = linear_cross_entropy(x, weight, labels, partition, group, z_loss, triton_differentiate)
     return losses, mean, *torch.autograd.grad(mean * 3, (x, weight))
 
 
@@ -104,8 +106,11 @@ def check_without_gradients():
     x, weight, labels = make_problem(4100, seed=4)
     labels[5:7] = MOST_LIKELY
     partition = even_partition(0, 4100, None)
+    from moh_lm.parallel.triton_cross_entropy import triton_differentiate
+
+    forms = (None, triton_differentiate)
     with torch.no_grad():
-        plain, found = (linear_cross_entropy(x, weight, labels, partition, None, 0.0, way)[1] for way in (False, True))
+        plain, found = (linear_cross_entropy(x, weight, labels, partition, None, 0.0, form)[1] for form in forms)
     torch.testing.assert_close(found, plain)
     assert torch.equal(found[5:7], (x[5:7] @ weight.t()).argmax(-1).double())
 

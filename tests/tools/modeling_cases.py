@@ -68,5 +68,6 @@ CASES = [
     {"routing": "query_norm"},
     {"head_selection": "static", "tie_word_embeddings": True},
     GROUPS | {"routing_top_p": 0.7},
+    GROUPS | {"routing_unit": "head_in_group", "num_active_routed_heads": [2, 2]},
     *OWN_KEYS,
 ]

@@ -30,6 +30,9 @@ MODELS = {
     "static, own keys": replace(MODEL, heads=HeadsConfig("static", routed_keys="selected")),
     "static, top-p": replace(MODEL, heads=HeadsConfig("static", routing_top_p=0.6)),
     "static, bias": replace(MODEL, heads=HeadsConfig("static", routing="relu", load_balance_bias_rate=0.001)),
+    "in groups": replace(
+        MODEL, heads=HeadsConfig(num_shared_heads=(4, 0), num_active_routed_heads=(4,), routing_unit="head_in_group")
+    ),
     "plain": replace(MODEL, heads=HeadsConfig()),
     "norms": replace(MODEL, qk_norm=True, post_norm=True),
     "all, norms": replace(MODEL, qk_norm=True, heads=HeadsConfig(head_selection="all")),
@@ -69,7 +72,8 @@ def test_the_remote_configuration_has_the_defaults_of_the_table():
 
 def test_keys_that_say_nothing_are_left_out():
     values = keys.written(MODELS["plain"])
-    assert not {"routing_unit", "routing_top_p", "router_aux_loss_coef"} & values.keys()
+    assert not {"routing_unit", "routing_top_p", "load_balance_coefficient"} & values.keys()
+    assert values["routing"] == "sigmoid" and "two_stage" not in values and "two_stage" in keys.written(MODEL)
     assert not {entry.key for entry in keys.HEADS} & keys.written(MODELS["all"]).keys()
 
 

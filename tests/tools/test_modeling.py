@@ -14,7 +14,12 @@ from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
 from tests.tools.exported_code.moh_attention import local_heads
 from tests.tools.exported_code.moh_router import layer_router
 from tests.tools.modeling_cases import GREEDY, SHAPE, make_model, random_tokens
-from tests.tools.modeling_reference import assert_equals_reference, assert_router_outputs, reference_gates
+from tests.tools.modeling_reference import (
+    assert_equals_reference,
+    assert_router_outputs,
+    reference_balance,
+    reference_gates,
+)
 
 
 def drawn_heads(seed):
@@ -124,6 +129,20 @@ def test_groups_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, bu
     tokens = random_tokens(1, 9)
     assert_equals_reference(model, tokens[0])
     assert_router_outputs(model(tokens, output_router_gates=True), model, tokens)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.05])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
+@torch.no_grad()
+def test_heads_that_are_chosen_in_their_groups_equal_the_equations(routing, bias):
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "routing_unit": "head_in_group", "routing": routing}
+    budgets = {"num_shared_heads": [2, 0], "num_active_routed_heads": [2, 4], "load_balance_bias_rate": bias}
+    model, tokens = make_model(**changes, **budgets), random_tokens(2, 9)
+    assert_equals_reference(model, tokens[0])
+    outputs = model(tokens, output_router_gates=True, output_router_logits=True, output_hidden_states=True)
+    assert_router_outputs(outputs, model, tokens)
+    expected = reference_balance(model, outputs.hidden_states, torch.ones_like(tokens))
+    assert outputs.aux_loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])

@@ -82,7 +82,7 @@ def routed_weights(layer, x, sizes):
 
     layer: ``RoutedLayer``. sizes: of what each head writes, [s, b, h]; of a group they are added as if at right angles.
     """
-    experts = sizes.unflatten(-1, (-1, layer.heads_per_expert)).norm(dim=-1)[..., layer.num_shared :]
+    experts = sizes.unflatten(-1, (-1, layer.heads_per_expert)).norm(dim=-1)[..., layer.routed_numbers]
     weight = regression(x, experts - experts.mean(-1, keepdim=True)).t()
     return weight * (SPREAD / (x @ weight.t()).std().clamp_min(1e-12))
 

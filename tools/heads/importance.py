@@ -134,11 +134,11 @@ def ranked(config, source, tokens, progress):
     orders, kept, first, best, cut = {}, [], [], [], []
     for layer, values in enumerate(importance):
         orders[layer] = head_order(values, config.num_key_value_heads)
-        count, active = config.always_on_heads(layer), config.active_heads(layer)
-        kept.append(kept_share(values, orders[layer][:count]))
-        first.append(kept_share(values, list(range(count))))
-        best.append(kept_share(values, values.sort(descending=True).indices[:count].tolist()))
-        cut.append((1 - kept[-1]) * (len(values) - active) / max(1, len(values) - count))
+        places = config.numbers_always_on(layer)
+        kept.append(kept_share(values, [orders[layer][place] for place in places]))
+        first.append(kept_share(values, places))
+        best.append(kept_share(values, values.sort(descending=True).indices[: len(places)].tolist()))
+        cut.append((1 - kept[-1]) * (len(values) - config.active_heads(layer)) / max(1, len(values) - len(places)))
     shares = {"chosen": kept, "first": first, "best_without_groups": best}
     return orders, {
         "formula": "mean over tokens of |W_O_i H_i|",

@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from PIL import Image
 
+from tools.heads.findings import shown
+
 WIDTH, DOTS = 4.0, 180
 INKS = {"light": ("#1c1f23", "#ffffff"), "dark": ("#d8dce2", "#16181c")}  # of text, of the page
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
@@ -81,7 +83,7 @@ def class_map(classes, every, kinds):
     axis.set_xlabel("head")
     present = sorted(set(codes.flatten().tolist()))
     edge = {"edgecolor": rcParams["text.color"], "linewidth": 0.4}
-    patches = [Patch(facecolor=colours(code), label=every[code], **edge) for code in present]
+    patches = [Patch(facecolor=colours(code), label=shown(every[code]), **edge) for code in present]
     figure.legend(handles=patches, loc="outside lower center", ncols=3)
     return figure
 
@@ -112,8 +114,8 @@ def frame(axis, names, columns, kinds):
     axis.grid(which="minor", color=axis.figure.get_facecolor(), linewidth=0.6)
     axis.tick_params(which="minor", length=0)
     for row, of_row in enumerate(kinds or []):
-        if 0 < of_row.count("shared") < columns:
-            edge = of_row.count("shared") - 0.5
+        edges = [head - 0.5 for head in range(1, columns) if of_row[head - 1 : head + 1] == ["shared", "routed"]]
+        for edge in edges:
             axis.plot([edge, edge], [row - 0.5, row + 0.5], color="#ff5050", linewidth=1.6, solid_capstyle="butt")
 
 

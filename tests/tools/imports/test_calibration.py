@@ -96,6 +96,7 @@ def test_the_router_predicts_what_heads_would_write(imported, tokens, data_dir, 
         "--head-selection mixture --routing relu --num-shared-heads 4 --num-active-routed-heads 2".split(),
         "--head-selection static --num-shared-heads 4 --num-active-routed-heads 2".split(),
         [*SIGMOID, "--routing-unit", "key_value_group"],
+        [*SIGMOID, "--routing-unit", "head_in_group", "--num-shared-heads", "0", "--num-active-routed-heads", "4"],
     ],
     ids=lambda flags: "".join(flags[-4:]),
 )

@@ -52,12 +52,19 @@ def test_a_mistral_keeps_its_window_through_import_and_export(imported, tool, tm
         torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
-def test_a_mixture_of_every_head_has_the_logits_of_the_llama(imported, llama):
+@pytest.mark.parametrize("unit, fewer", [("head", "4 1"), ("head_in_group", "0 4")])
+def test_a_mixture_of_every_head_has_the_logits_of_the_llama(imported, llama, unit, fewer):
     """query_norm gives selected heads the gate 1, so with all of them on nothing is left out."""
-    flags = "--head-selection mixture --routing query_norm --num-shared-heads 4 --num-active-routed-heads".split()
-    assert_same_logits(imported(llama[0], *flags, "4"), llama[1])
-    with pytest.raises(AssertionError):
-        assert_same_logits(imported(llama[0], *flags, "1", output="fewer"), llama[1])
+    flags = f"--head-selection mixture --routing query_norm --routing-unit {unit}".split()
+    for budget, output in (("4 4", "all"), (fewer, "fewer")):
+        shared, active = budget.split()
+        budget = ("--num-shared-heads", shared, "--num-active-routed-heads", active)
+        run_directory = imported(llama[0], *flags, *budget, output=output)
+        if output == "all":
+            assert_same_logits(run_directory, llama[1])
+        else:
+            with pytest.raises(AssertionError):
+                assert_same_logits(run_directory, llama[1])
 
 
 def test_a_gated_import_has_the_logits_of_the_llama(imported, llama):

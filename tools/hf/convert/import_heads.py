@@ -77,7 +77,7 @@ def keeps_order(arguments, config, values):
         return f"{trained}; leave it out"
     if config.attention != "heads" or config.head_dims or len(config.head_counts) > 1:
         return "needs as many heads in every layer, of one width, with keys that are not latent; leave it out"
-    if all(config.always_on_heads(layer) in (0, config.num_attention_heads) for layer in range(config.num_layers)):
+    if all(len(config.numbers_always_on(n)) in (0, config.num_attention_heads) for n in range(config.num_layers)):
         return "no heads are shared, or all of them, so their order changes nothing; leave it out"
     return ""
 

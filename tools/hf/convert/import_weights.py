@@ -179,10 +179,10 @@ def arranged(source, name, order, config):
 def weighed(source, name, trained):
     """(blocks, origin) of an output projection, its columns times the gates of their heads at equal scores."""
     layer = layer_of(name)
-    (shared, routed), leading = layer_gates(trained, layer), trained.heads.num_shared_heads[layer]
+    shared, routed = layer_gates(trained, layer)
     widths = torch.tensor(trained.of_layer(layer).widths_of_heads())
     gates = torch.full(widths.shape, routed)
-    gates[:leading] = shared
+    gates[trained.numbers_always_on(layer)] = shared
     columns = gates.repeat_interleave(widths)
     return lambda: (block * columns for block in source.blocks(name)), "times the gates at equal scores"
 

@@ -47,7 +47,8 @@ def load(arguments, attention_backend="auto"):
         reason, advice = error.problems[0].removeprefix(f"--tokenizer {directory}: "), "or copy that of its data there"
         raise ConfigError([f"--model {directory}: has no tokenizer that can be read: {reason}, {advice}"]) from error
     with torch.device("meta"):
-        model = build_model(config).to(getattr(torch, arguments.dtype))
+        core = "groups" if config.chooses_in_groups else "dense"
+        model = build_model(config, backends=core).to(getattr(torch, arguments.dtype))
     model.to_empty(device=device)
     wanted = dict(saved_tensors(model))
     with torch.no_grad():

@@ -10,7 +10,9 @@ The keys are those of ``LlamaConfig`` and these:
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
-    routing_unit             head, or key_value_group: all heads of a key/value head are selected together
+    routing_unit             head; key_value_group: all heads of a key/value head are selected together; head_in_group:
+                             as many heads are shared, and as many selected, in every group of heads that share a
+                             key/value head, the shared ones first in the group
     routed_keys              all; selected: a routed head sees, and keeps, the tokens only that select it
     query_dim                where the caches of an engine need heads wider than the model's, for routed_keys selected:
                              the model's; head_dim is then that of the caches
@@ -34,7 +36,8 @@ The keys are those of ``LlamaConfig`` and these:
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
 ``partial_rotary_factor`` in ``rope_parameters`` is the share of a head's features, its first ones, that turn.
-``output_router_gates``, ``output_router_logits`` and ``router_aux_loss_coef`` are told in modeling_moh.py.
+modeling_moh.py describes ``output_router_gates`` and ``balance_loss_weight``. ``load_balance_coefficient`` is the
+weight that the balance loss had in the trainer, for tools/import_hf.py; nothing here reads it.
 """
 
 from transformers import PretrainedConfig
@@ -43,7 +46,7 @@ from .moh_gates import FORMS
 from .moh_rotary import NEEDS
 
 HEAD_SELECTIONS = ("all", "mixture", "static")
-ROUTING_UNITS = ("head", "key_value_group")
+ROUTING_UNITS = ("head", "key_value_group", "head_in_group")
 ROUTING_DTYPES = ("fp32", "bf16")
 ROUTED_KEYS = ("all", "selected")
 POSITIONS = ("rotary", "cope", "learned", "none")
@@ -90,8 +93,8 @@ DEFAULTS = {  # of the keys that are kept as they are
     "post_norm": False,
     "load_balance_bias_rate": 0.0,
     "output_router_gates": False,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.01,
+    "balance_loss_weight": 0.0,
+    "load_balance_coefficient": 0.01,
 }
 
 
@@ -196,6 +199,11 @@ class MoHLlamaConfig(PretrainedConfig):
         """Heads that a router selects together."""
         return self.queries_per_key if self.routing_unit == "key_value_group" else 1
 
+    def competing_groups(self, layer):
+        """Groups of heads in each of which those of ``layer`` compete; 1: all compete."""
+        in_groups = self.head_selection == "mixture" and self.routing_unit == "head_in_group"
+        return self.layer_heads[layer] // self.queries_per_key if in_groups else 1
+
     def check(self):
         """Raises ValueError for what the model cannot compute."""
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
@@ -244,6 +252,14 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
                 "sigmoid and relu"
             )
+        if self.routing_unit == "head_in_group" and (
+            latent or self.head_dims or self.routed_keys == "selected" or self.routing_top_p is not None
+            or FORMS[self.routing].by_sign
+        ):  # fmt: skip
+            raise ValueError(
+                "routing_unit head_in_group: leave out latent attention, head_dims, routed_keys selected, "
+                "routing_top_p and routing relu"
+            )
         if self.load_balance_bias_rate and (self.routing_top_p is not None or FORMS[self.routing].by_sign):
             raise ValueError(
                 f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p and routing relu"
@@ -281,10 +297,11 @@ class MoHLlamaConfig(PretrainedConfig):
                     f"{heads}, {routed} are routed and at least one of them must be active"
                 )
             size = self.heads_per_expert if self.head_selection == "mixture" else 1
+            size = max(size, self.competing_groups(layer))
             if shared % size or active % size:
                 raise ValueError(
                     f"layer {layer} with {shared} shared and {active} active routed heads: with routing_unit "
-                    f"key_value_group both must be multiples of {size}"
+                    f"{self.routing_unit} both must be multiples of {size}"
                 )
 
 

@@ -5,9 +5,10 @@ scores, and the selection. Routing is computed in fp32 or wider whatever the mod
 ``routing_dtype``; of equal ones the lower index is selected.
 
 An expert is a head, or with ``routing_unit`` key_value_group the heads that share a key/value head: the gate of a group
-is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed experts, the largest first and at
-most K, whose softmax adds up to it. With ``load_balance_bias_rate`` u the K experts with the largest (affinity + u c)
-are selected, c the ``bias_steps`` of training. Gates see no bias, and training here does not move it.
+is that of each of its heads. With head_in_group heads compete inside their group only. With ``routing_top_p`` a token
+uses the fewest routed experts, the largest first and at most K, whose softmax adds up to it. With
+``load_balance_bias_rate`` u the K experts with the largest (affinity + u c) are selected, c the ``bias_steps`` of
+training. Gates see no bias, and training here does not move it.
 
     L_b = sum over the routed experts of f_i P_i                                    (Eq. 7)
 
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .moh_gates import FORMS
+from .moh_gates import form_of
 
 WEIGHTS = ("w_shared", "w_routed", "w_type")
 
@@ -57,7 +58,7 @@ class MoHLlamaRouter(nn.Module):
     def __init__(self, form, hidden_size, top_p=None, in_bf16=False, bias_rate=0.0):
         super().__init__()
         self.form, self.top_p, self.in_bf16, self.bias_rate = form, top_p, in_bf16, bias_rate
-        steps = torch.zeros(form.layer.num_routed, dtype=torch.int32)  # counts, which no dtype of a model rounds
+        steps = torch.zeros(form.layer.num_routed * form.groups, dtype=torch.int32)  # counts, which no dtype rounds
         biased = bias_rate and form.layer.num_routed
         self.register_parameter("bias_steps", nn.Parameter(steps, requires_grad=False) if biased else None)
         weights = form.weights(0.0, hidden_size)
@@ -74,15 +75,17 @@ class MoHLlamaRouter(nn.Module):
         form, size = self.form, self.form.layer.heads_per_expert
         with torch.autocast(device_type=x.device.type, enabled=False):
             shared, scores, kinds = self.scores(x)
-            gates, selected = [form.shared_gates(shared)] if form.layer.num_shared else [], scores
+            gates, routed, selected = shared, scores, scores
+            if form.layer.num_shared:
+                gates = form.shared_gates(shared)
             if form.layer.num_routed:
                 probability = form.probability(scores)
                 selected = self.select(scores, probability)
-                gates.append(form.routed_gates(scores, probability, selected))
+                routed = form.routed_gates(scores, probability, selected)
             if form.two_stage:
-                gates = [part * weight for part, weight in zip(gates, form.type_weights(kinds), strict=True)]
-            always = selected.new_ones(*selected.shape[:-1], form.layer.num_shared)
-            experts = torch.cat(gates, dim=-1), torch.cat((always, selected), dim=-1).bool()
+                a1, a2 = form.type_weights(kinds)
+                gates, routed = gates * a1, routed * a2
+            experts = form.in_order(gates, routed), form.in_order(torch.ones_like(shared), selected).bool()
         return *(part if size == 1 else part.repeat_interleave(size, dim=-1) for part in experts), scores
 
     def scores(self, x):
@@ -101,7 +104,8 @@ class MoHLlamaRouter(nn.Module):
             return (scores > 0).to(scores.dtype)
         if self.bias_steps is not None:
             scores = self.form.affinity(scores, probability) + self.bias_rate * self.bias_steps.to(scores.dtype)
-        return select(scores, self.form.layer.num_active, self.top_p, self.in_bf16)
+        rivals = self.form.rivals(scores)
+        return select(rivals, self.form.layer.num_active, self.top_p, self.in_bf16).reshape(scores.shape)
 
     def requires_grad_(self, requires_grad=True):
         """Of the weights: counts can have no gradient, and PEFT asks for that of the whole module."""
@@ -110,17 +114,19 @@ class MoHLlamaRouter(nn.Module):
         return self
 
 
-def routing_form(config, layer, num_heads, heads_per_expert=1):
-    """The routing form of a layer with so many heads."""
+def routing_form(config, layer, num_heads, heads_per_expert=1, groups=1):
+    """The routing form of a layer with so many heads, in each of so many groups of which they compete."""
     shared, active = config.num_shared_heads[layer], config.num_active_routed_heads[layer]
     numbers = {"num_shared": shared, "num_routed": num_heads - shared, "num_active": active}
-    experts = {name: number // heads_per_expert for name, number in numbers.items()}
-    return FORMS[config.routing](SimpleNamespace(**experts, heads_per_expert=heads_per_expert), config.two_stage)
+    experts = {name: number // (heads_per_expert * groups) for name, number in numbers.items()}
+    of_group = SimpleNamespace(**experts, heads_per_expert=heads_per_expert)
+    return form_of(config.routing, of_group, config.two_stage, groups)
 
 
 def layer_form(config, layer):
     """The routing form of a layer of a language model."""
-    return routing_form(config, layer, config.layer_heads[layer], config.heads_per_expert)
+    groups = config.competing_groups(layer)
+    return routing_form(config, layer, config.layer_heads[layer], config.heads_per_expert, groups)
 
 
 def layer_router(config, layer):
@@ -145,11 +151,12 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
         if not scores.shape[-1]:
             continue
         counted = scores.new_ones(*scores.shape[:2], 1)
-        if attention_mask is not None and attention_mask.dim() == 2:
+        if attention_mask is not None:
             counted = attention_mask[:, -scores.shape[1] :, None].to(scores)
         tokens = counted.sum(1).clamp_min(1)  # [b, 1]
         form = layer_form(config, layer)
-        selected = selected[..., config.num_shared_heads[layer] :: config.heads_per_expert]
+        experts = selected[..., :: config.heads_per_expert].unflatten(-1, (form.groups, -1))
+        selected = experts[..., form.layer.num_shared :].flatten(-2)
         share = (selected * counted).sum(1) / tokens  # f, [b, E]
         probability = (form.probability(scores) * counted).sum(1) / tokens  # P
         losses.append((share * probability).sum(-1).mean() * form.balance_factor)
