@@ -217,10 +217,10 @@ def budget_problems(model):
             continue
         first_layer.setdefault(sentence, layer)
     problems = [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
-    return problems or spread_problems(model) or group_problems(model)
+    return problems or spread_problems(model) or unrouted_problems(model)
 
 
-def group_problems(model):
+def unrouted_problems(model):
     """Routed groups of heads of which every token uses all, in every layer."""
     if model.heads.head_selection != "mixture" or model.heads.routing_unit != "key_value_group":
         return []

@@ -77,7 +77,8 @@ def keeps_order(arguments, config, values):
         return f"{trained}; leave it out"
     if config.attention != "heads" or config.head_dims or len(config.head_counts) > 1:
         return "needs as many heads in every layer, of one width, with keys that are not latent; leave it out"
-    if all(len(config.numbers_always_on(n)) in (0, config.num_attention_heads) for n in range(config.num_layers)):
+    always_on = {len(config.numbers_always_on(layer)) for layer in range(config.num_layers)}
+    if not arguments.calibrate and always_on <= {0, config.num_attention_heads}:
         return "no heads are shared, or all of them, so their order changes nothing; leave it out"
     return ""
 
