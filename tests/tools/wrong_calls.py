@@ -179,7 +179,8 @@ TOOLS = {
         --model hf --output new --num-shared-heads two | --num-shared-heads two: write a whole number
         --model hf --output new --extend-vocab 10 | --extend-vocab 10: the model has 64 rows already
         --model hf --output new --select-shared importance | --select-shared importance: all heads are
-        --model hf --output new --sample-text x | --sample-text: is only read by --select-shared
+        --model hf --output new --sample-text x | --sample-text: all heads are on; give --head-selection
+        --model hf --output new --select-shared first --sample-text x | --sample-text: is only read by
         --model hf --output new --sample-tokens x | --sample-tokens x: write a whole number, or one
         --model hf --output new --seed -1 | --seed -1: must be 0 or above
         --model hf --output new | hf/model.safetensors: is absent
