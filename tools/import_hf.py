@@ -44,7 +44,7 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, type=model_path, metavar="HF_DIR", help="a Llama (also a GGUF file), a Mistral, or an "
+    add("--model", required=True, type=model_path, metavar="HF_DIR", help="a Llama (or its GGUF file), a Mistral, an "
         "export of ours; or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
