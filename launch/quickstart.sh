@@ -44,6 +44,8 @@ TRAINING=(
     --eval-interval 250
     --eval-samples 64
     --log-interval 20
+    --sample-prompts "The built-in function" "Return the"
+    --sample-tokens 16
     --checkpoint-dir "$out/run"
 )
 
@@ -64,7 +66,7 @@ step "Export to Hugging Face form"
 up_to_date "$out/hf/config.json" "$out/run/checkpoints/latest" ||
     run python tools/export_hf.py --checkpoint "$out/run" --output "$out/hf" --overwrite
 
-step "Text from the export"
+step "Text from the export; nonsense that looks like Python is all that 1M tokens teach"
 run python tools/generate.py --model "$out/hf" --max-new-tokens 24 --temperature 0.7 \
     --prompt "The built-in function" --prompt "Return the" --prompt "    def __init__(self"
 

@@ -17,6 +17,7 @@ VOCAB_SIZE = 64
 # The files that take longest begin first, so that all workers end at about the same time.
 LONGEST = (
     "training/test_layouts.py",
+    "tools/test_transformers_suite.py",
     "test_docs.py",
     "run/test_reliability.py",
     "supervise/test_watchdog.py",

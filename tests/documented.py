@@ -1,14 +1,22 @@
-"""A checkout, with small files under the names that README.md and docs/ use, for the test that executes them."""
+"""A checkout with small files under the names that README.md and docs/ use, and the execution of commands in it."""
 
 import gzip
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import zstandard
 from diffusers import AutoencoderKL
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.launch.running import environment, execute
 from tests.launch.test_launch import PYTHON
 from tests.launch.test_slurm import SCONTROL, SRUN
 from tests.tokenizing import ROOT, sentencepiece_model
@@ -41,8 +49,9 @@ def prepare(directory, programs):
         shutil.copytree(ROOT / name, directory / name)
     for name in ("setup.py", "pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, directory)
-    make_small(directory / "launch/quickstart_corpus.py", 'root.rglob("*.py")', 'root.glob("[a-k]*.py")')
-    every, some = (f"zip(digits.images{part}, digits.target{part}, " for part in ("", "[:400]"))
+    make_small(directory / "launch/quickstart_corpus.py", 'root.rglob("*.py")', 'root.glob("[a-c]*.py")')
+    make_small(directory / "launch/quickstart_corpus.py", "SMALLEST = 200_000", "SMALLEST = 50_000")
+    every, some = (f"zip(digits.images{part}, digits.target{part}, " for part in ("", "[::12]"))
     make_small(directory / "launch/quickstart_images.py", every, some)
     python = PYTHON.format(directory=directory, python=programs / "python")
     for name, text in {**STAND_INS, "venv/bin/python": python}.items():
@@ -95,3 +104,36 @@ def write_models(directory):
         down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=[4] * 4, norm_num_groups=2,
     ).save_pretrained(directory / "path/to/sd-vae-ft-ema")  # fmt: skip
+
+
+def places(directory):
+    """Variables of the environment: the stand-ins, then programs of this Python; pip's in an active environment."""
+    path = os.pathsep.join([str(directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "VIRTUAL_ENV": str(directory / "venv"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def shell(command, directory, code=0):
+    """Execute a command there, which must end with ``code``; an error shows what it printed."""
+    got, output, _ = execute(["bash", "-c", command], directory, **places(directory))
+    assert got == code, f"{command}\n{output[-3000:]}"
+
+
+def serve(command, directory):
+    """Start TensorBoard there on a free port; it must show the metrics of a run."""
+    with subprocess.Popen(
+        ["bash", "-c", f"exec timeout 900 {command} --port 0"], cwd=directory, env=environment(**places(directory)),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        try:
+            output = []
+            while not (found := re.search(r"http://localhost:\d+/", "".join(output))):
+                output.append(process.stdout.readline())
+                assert output[-1], f"{command}\n{''.join(output)}"
+            local = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            metrics = {}
+            while not metrics:  # it reads them after it has started
+                time.sleep(0.5)
+                metrics = json.load(local.open(f"{found[0]}data/plugin/scalars/tags"))
+            assert "loss/train" in next(iter(metrics.values()))
+        finally:
+            process.terminate()

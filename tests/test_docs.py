@@ -4,23 +4,18 @@ A block marked ``bash`` holds commands; one marked ``console`` holds commands af
 comment ``<!-- test ... -->`` before a block makes it small. Of its lines, ``WORD: FLAGS`` adds flags to every command
 with that word (the last flag wins), ``OLD => NEW`` replaces text, ``fails: WORD`` expects exit code 1, and
 ``together: N`` executes N copies of the block's commands at once, as N nodes would. ``@NAME`` stands for ``FLAGS``.
-ssh, pdsh, Slurm and pip are stand-ins: nothing is installed. Questions to models are made up.
+ssh, pdsh, Slurm and pip are stand-ins: nothing is installed. Questions to models are made up. Two pages are executed at
+a time, each in a checkout of its own.
 """
 
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-import time
-import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.documented import prepare
-from tests.launch.running import environment, execute
+from tests.documented import prepare, serve, shell
 from tests.tokenizing import ROOT
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -73,39 +68,6 @@ def in_small(lines, marks):
     return [(line, int(failing in line)) for line in lines]
 
 
-def places(directory):
-    """Variables of the environment: the stand-ins, then programs of this Python; pip's in an active environment."""
-    path = os.pathsep.join([str(directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {"PATH": path, "VIRTUAL_ENV": str(directory / "venv"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def shell(command, directory, code=0):
-    """Execute a command there, which must end with ``code``; an error shows what it printed."""
-    got, output, _ = execute(["bash", "-c", command], directory, **places(directory))
-    assert got == code, f"{command}\n{output[-3000:]}"
-
-
-def serve(command, directory):
-    """Start TensorBoard there on a free port; it must show the metrics of a run."""
-    with subprocess.Popen(
-        ["bash", "-c", f"exec timeout 900 {command} --port 0"], cwd=directory, env=environment(**places(directory)),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
-        try:
-            output = []
-            while not (found := re.search(r"http://localhost:\d+/", "".join(output))):
-                output.append(process.stdout.readline())
-                assert output[-1], f"{command}\n{''.join(output)}"
-            local = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            metrics = {}
-            while not metrics:  # it reads them after it has started
-                time.sleep(0.5)
-                metrics = json.load(local.open(f"{found[0]}data/plugin/scalars/tags"))
-            assert "loss/train" in next(iter(metrics.values()))
-        finally:
-            process.terminate()
-
-
 @pytest.fixture(scope="module")
 def prepared(programs, tmp_path_factory):
     directory = tmp_path_factory.mktemp("docs")
@@ -120,9 +82,18 @@ def prepared(programs, tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS.search((ROOT / page).read_text(encoding="utf-8"))])
-def test_every_command_of_the_page_does_what_it_should(page, prepared, tmp_path):
-    directory = tmp_path / "here"
+@pytest.fixture(scope="module")
+def executions(request, prepared, tmp_path_factory):
+    """{page: Future} of the pages whose tests were asked for, those with most commands first."""
+    asked = {item.callspec.params["page"] for item in request.session.items if "executions" in item.fixturenames}
+    with ThreadPoolExecutor(2) as pool:
+        ordered = sorted(asked, key=lambda page: -len([*commands(page)]))
+        yield {page: pool.submit(execute_page, page, prepared, tmp_path_factory.mktemp("page")) for page in ordered}
+        pool.shutdown(cancel_futures=True)
+
+
+def execute_page(page, prepared, folder):
+    directory = folder / "here"
     shutil.copytree(prepared, directory, symlinks=True)
     executed = [*commands(page)]
     own = re.compile(r"launch/pretrain(?!.*--checkpoint-dir (?!runs/llm-b ))")
@@ -135,6 +106,12 @@ def test_every_command_of_the_page_does_what_it_should(page, prepared, tmp_path)
             serve(command, directory)
         else:
             shell(command, directory, code)
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS.search((ROOT / page).read_text(encoding="utf-8"))])
+def test_every_command_of_the_page_does_what_it_should(page, executions):
+    executions[page].result()
 
 
 def test_every_block_of_a_page_says_what_it_is():

@@ -4,12 +4,13 @@
                              [--output FILE]
     python tools/evaluate.py --model DIR --suite llm6 --compare OTHER_DIR_OR_FILE.json ...
 
-DIR is an export of tools/export_hf.py, or any causal model that transformers loads. The code in an export is run (its
-config.json says ``moh_llama``); that of other models is not. Each model is loaded in a process of its own. FILE (JSON)
-holds the table, all metrics of the harness, and the versions. docs/huggingface.md says what compares with the paper.
+DIR is an export of tools/export_hf.py, or any causal model that transformers loads. An export is computed by the code
+of this installation. No Python file in DIR is run unless --trust-code is given. Each model is loaded in a process of
+its own. FILE (JSON) holds the table, all metrics of the harness, and the versions. docs/huggingface.md says what
+compares with the paper.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
-has to be mended.
+has to be fixed.
 """
 
 import contextlib
@@ -52,6 +53,7 @@ def parse_arguments(texts):
     dtypes = ("auto", "float32", "bfloat16")
     add("--dtype", default="auto", choices=dtypes, help="to compute in; auto: that of the weights (default: auto)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    add("--trust-code", action="store_true", help="run the Python files in the directories of the models")
     add("--output", type=output_path, metavar="FILE.json", help="write table and all metrics, of one model")
     add("--compare", nargs="+", type=Path, default=[], metavar="DIR_OR_FILE", help="other models, or files of "
         "--output, for the same table")  # fmt: skip
@@ -72,10 +74,10 @@ def batch_size(text):
 def run(arguments):
     from moh_lm.cli.devices import usable_device
 
-    problems = model_problems("--model", arguments.model, arguments.max_length)
+    problems = model_problems("--model", arguments.model, arguments)
     for path in (path for path in arguments.compare if not path.is_file()):
         absent = [f"--compare {path}: is neither a model nor a file of --output"]
-        problems += model_problems("--compare", path, arguments.max_length) if path.exists() else absent
+        problems += model_problems("--compare", path, arguments) if path.exists() else absent
     raise_any(problems)
     arguments.device = usable_device(arguments.device)
     if arguments.compare:
@@ -94,16 +96,20 @@ def is_model(path):
     return (path / "config.json").is_file()
 
 
-def model_problems(flag, path, max_length):
+def model_problems(flag, path, arguments):
     """Sentences if ``path`` is no model that can be evaluated. Raises ConfigError for a run, or no configuration."""
     from tools.hf.convert.import_config import read_config, refuse_run
+    from tools.hf.convert.shipped_code import foreign_code
 
     if not path.exists():
         return [f"{flag} {path}: does not exist; give an export of tools/export_hf.py, or another model"]
     refuse_run(flag, path)
     if not is_model(path):
         return [f"{flag} {path}: has no config.json; give an export of tools/export_hf.py, or another model"]
-    values = read_config(path)
+    values, max_length = read_config(path), arguments.max_length
+    if is_export(path) and not arguments.trust_code and (files := foreign_code(path)):
+        found = f"differs from the code of this installation in {', '.join(files)}, which is not run"
+        return [f"{flag} {path}: {found}; export the model again, or read the files and add --trust-code"]
     table = values.get("learned_positions") or values.get("n_positions")  # the latter of GPT-2 and its like
     if max_length and table and max_length > table:
         return [f"--max-length {max_length}: {path} has a table of {table} positions; give at most {table}"]
@@ -117,20 +123,12 @@ def evaluate(arguments):
     import lm_eval
     import torch
     import transformers
-    from lm_eval.models.huggingface import HFLM
 
     from tools.tasks.rows import load_tasks
 
     entries = entries_of(arguments.suite, arguments.tasks)
     with load_tasks(entries, arguments.data) as (manager, tasks):
-        model = HFLM(
-            pretrained=str(arguments.model),
-            trust_remote_code=is_export(arguments.model),
-            dtype=arguments.dtype,
-            device=arguments.device,
-            batch_size=arguments.batch_size,
-            max_length=arguments.max_length,
-        )
+        model = load_model(arguments)
         harness = {}
         for shots in sorted({entry.shots for entry in entries}):  # the harness takes one number for all of its tasks
             names = [task for entry in entries if entry.shots == shots for task in entry.tasks]
@@ -164,6 +162,30 @@ def evaluate(arguments):
         "max_length": model.max_length,
         "harness": harness,
     }
+
+
+def load_model(arguments):
+    """The harness's model. Raises ConfigError if it needs code that is not to be run."""
+    from lm_eval.models.huggingface import HFLM
+
+    from tools.hf.convert.shipped_code import use_own_code
+
+    if is_export(arguments.model) and not arguments.trust_code:
+        use_own_code()
+    try:
+        return HFLM(
+            pretrained=str(arguments.model),
+            trust_remote_code=arguments.trust_code,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            batch_size=arguments.batch_size,
+            max_length=arguments.max_length,
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        found = "needs Python files of its own, which are not run; read them, and add --trust-code"
+        raise ConfigError([f"--model {arguments.model}: {found}"]) from error
 
 
 def is_export(model):
@@ -218,8 +240,9 @@ def result_of(path, arguments):
         given |= {"batch-size": arguments.batch_size, "max-length": arguments.max_length, "device": arguments.device}
         given |= {"model": path, "output": output}
         flags = [text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))]
-        tasks = ["--tasks", *arguments.tasks] if arguments.tasks else []
-        finished = subprocess.run([sys.executable, __file__, *flags, *tasks], stdout=subprocess.DEVNULL, check=False)
+        flags += ["--tasks", *arguments.tasks] if arguments.tasks else []
+        flags += ["--trust-code"] if arguments.trust_code else []
+        finished = subprocess.run([sys.executable, __file__, *flags], stdout=subprocess.DEVNULL, check=False)
         if finished.returncode:
             raise RuntimeError(f"{path} could not be evaluated (exit code {finished.returncode})")
         return parse_json(output.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ docs/huggingface.md lists the files. Parameters have their Hugging Face names in
 by one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was, or it is
-in DIR but could not be published; 2 an argument or the checkpoint has to be mended.
+in DIR but could not be published; 2 an argument or the checkpoint has to be fixed.
 """
 
 import re

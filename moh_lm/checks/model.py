@@ -225,7 +225,21 @@ def budget_problems(model):
         else:
             continue
         first_layer.setdefault(sentence, layer)
-    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()] or spread_problems(model)
+    problems = [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
+    return problems or spread_problems(model) or unrouted_problems(model)
+
+
+def unrouted_problems(model):
+    """Routed groups of heads of which every token uses all, in every layer."""
+    if model.heads.head_selection != "mixture" or model.heads.routing_unit != "key_value_group":
+        return []
+    if any(layer.varies or layer.num_active < layer.num_routed for layer in model.routed_layers()):
+        return []
+    first = model.routed_layer(0)
+    return [
+        f"--routing-unit key_value_group: every token uses all {first.num_shared + first.num_routed} groups, so none "
+        "is routed; choose fewer --num-shared-heads or --num-active-routed-heads, or --routing-unit head"
+    ]
 
 
 def uneven_budget(model, layer):

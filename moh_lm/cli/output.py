@@ -2,6 +2,9 @@
 
 import os
 import sys
+import time
+
+ERASE_LINE = "\x1b[K"  # from the cursor on
 
 
 def open_closed_streams():
@@ -18,10 +21,12 @@ class Output:
 
     unheard: "continues" or "ends", what the program then does. is_log: on a full disk a part of a log may be missing,
     but not of a result. What a console that is not UTF-8 does not know is written as its number.
+    ``show`` draws a passing line on a terminal, which the next text replaces.
     """
 
     def __init__(self, file, unheard="continues", is_log=False):
         self.file, self.unheard, self.is_log = file, unheard, is_log
+        self.written, self.shows = time.monotonic(), False
         if getattr(file, "errors", None) == "strict":
             file.reconfigure(errors="backslashreplace")
 
@@ -29,7 +34,19 @@ class Output:
         return getattr(self.file, name)
 
     def write(self, text):
-        return self.attempt(self.file.write, text)
+        erased = ERASE_LINE if self.shows else ""
+        self.written, self.shows = time.monotonic(), False
+        return self.attempt(self.file.write, erased + text)
+
+    def quiet_seconds(self):
+        """How long ago the last text was written; what is shown does not count."""
+        return time.monotonic() - self.written
+
+    def show(self, line):
+        """Draw a line on a terminal, in place of the one shown before; the cursor stays at its beginning."""
+        self.attempt(self.file.write, f"{ERASE_LINE}{line}\r")
+        self.flush()
+        self.shows = True
 
     def flush(self):
         self.attempt(self.file.flush)

@@ -70,15 +70,19 @@ def latent_sizes(model, head_dim):
 def with_budgets(heads, counts, num_layers, group):
     """A ``HeadsConfig`` with a number of shared and of routed heads for each layer: by default half, and a quarter.
 
-    counts: heads, one number or one per layer. group: heads that share a key/value head.
+    Where groups of heads are routed, both are whole groups. counts: heads, one number or one per layer. group: heads
+    that share a key/value head.
     """
     if heads.head_selection == "gated":
         heads = gated_mixture(heads, counts)
     if not heads.num_active_routed_heads:
         budgets = spread_budget(heads, by_layer(counts, num_layers), group, heads.num_shared_heads)
         heads = replace(heads, **budgets)
-    shared = heads.num_shared_heads or tuple(number // 2 for number in counts)
-    routed = heads.num_active_routed_heads or tuple(max(1, number // 4) for number in counts)
+    unit = group if heads.routing_unit == "key_value_group" and heads.head_selection == "mixture" else 1
+    most = tuple(max(0, number // unit - 2) if unit > 1 else number for number in counts)  # two are left to choose from
+    shared = tuple(min(number // 2 // unit, limit) * unit for number, limit in zip(counts, most, strict=True))
+    shared = heads.num_shared_heads or shared
+    routed = heads.num_active_routed_heads or tuple(max(1, number // 4 // unit) * unit for number in counts)
     return replace(
         heads, num_shared_heads=by_layer(shared, num_layers), num_active_routed_heads=by_layer(routed, num_layers)
     )

@@ -196,6 +196,16 @@ def describe_batches(config):
         f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens; "
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
+    if config.data.seq_length_warmup:
+        yield describe_lengths(config)
+
+
+def describe_lengths(config):
+    """The lengths of --seq-length-warmup, and the steps that they begin with."""
+    steps = {}
+    for step in range(config.data.length_warmup[1] + 1):
+        steps.setdefault(config.length_at(step * config.run.global_batch_size), step)
+    return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for length, step in steps.items())
 
 
 def describe_layout(config, world_size):
@@ -225,6 +235,8 @@ def describe_data(config, dataset):
             f"  {row['name']:<{width}}  {float(row['share']):>7.2%}  {short(row['tokens']):>9}  {row['samples']:>11,}  "
             f"{row['epochs']:>8.3f}  {row['validation_windows']:>8,}"
         )
+    if dataset.packer:
+        yield from dataset.packer.describe(dataset.source_names)
     yield from (f"  {note}" for note in dataset.notes)
     asked = config.run.eval_samples
     few = [f"{row['name']} {row['validation_windows']}" for row in rows if 0 < row["validation_windows"] < asked]

@@ -5,14 +5,12 @@ Times are those of one process: after a resume they cover the steps since.
 """
 
 import math
-import resource
 from copy import copy
 
 import torch
 
 from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
-from moh_lm.parallel.consensus import from_all_ranks
 
 PARTS = ("data", "forward_backward", "optimizer", "save")  # of the time of a step
 COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # in a checkpoint, beside both sums
@@ -40,10 +38,14 @@ class MetricsAccumulator:
         self.skipped_sequences = [0] * len(self.names)  # of each source in steps that were skipped
         self.not_finite = {}  # {source: steps that were skipped because of it}
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.own_seconds = 0.0  # of this rank, see moh_lm.monitor.ranks
         self.timed_steps = self.timed_tokens = 0
 
-    def add(self, result, data_seconds, tokens, not_finite=()):
-        """Add a step. data_seconds: that it waited for its batches. not_finite: sources whose numbers were not."""
+    def add(self, result, data_seconds, tokens, not_finite=(), forward_seconds=0.0):
+        """Add a step. data_seconds: that it waited for its batches. not_finite: sources whose numbers were not.
+
+        forward_seconds: of ``ForwardTimer``.
+        """
         if result.skipped:
             self.skipped_steps += 1
             sequences = result.losses[:, 2].tolist()
@@ -56,6 +58,7 @@ class MetricsAccumulator:
             self.not_finite[name] = self.not_finite.get(name, 0) + 1
         for part, seconds in {"data": data_seconds, **result.seconds}.items():
             self.seconds[part] += seconds
+        self.own_seconds += data_seconds + forward_seconds
         self.timed_steps += 1
         self.timed_tokens += tokens
 
@@ -69,6 +72,9 @@ class MetricsAccumulator:
 
     def seconds_per_step(self):
         return {part: ratio(seconds, self.timed_steps) for part, seconds in self.seconds.items()}
+
+    def own_seconds_per_step(self):
+        return ratio(self.own_seconds, self.timed_steps)
 
     def loss(self):
         """Mean training loss per token."""
@@ -109,18 +115,6 @@ class MetricsAccumulator:
                 self.routers.fill_(math.nan)
         for name in COUNTED:
             setattr(self, name, copy(state[name]))
-
-
-def waits_and_memory(accumulator, device):
-    """[(seconds that a step waited for its data, peak memory in bytes)] of every rank; all call it together."""
-    return from_all_ranks((accumulator.seconds_per_step()["data"], peak_memory(device)))
-
-
-def peak_memory(device):
-    """Bytes: the most that the device's allocator has given out; on a CPU the most that the process held."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.get_device_module(device).max_memory_allocated(device)
 
 
 def ratio(total, count):

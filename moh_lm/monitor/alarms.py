@@ -1,8 +1,8 @@
-"""Alarms: one line when something begins to go wrong, and one when it is over; nothing in between.
+"""Alarms: an event when something begins to go wrong, and one when it is over; nothing in between.
 
 docs/monitoring.md says when each of them fires. A running median is over the last ``WINDOW`` intervals at which the
 alarm did not hold, and counts from ``ENOUGH`` of them on. What has fired is part of a checkpoint: a resumed run does
-not fire again.
+not fire again. A person reads the lines of ``Announcer``, which are fewer than the events.
 
 The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
 of every prefix within less than one of its share.
@@ -12,14 +12,18 @@ import math
 import statistics
 
 from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
+from moh_lm.monitor.ranks import slowest_rank
+from moh_lm.units import listing
 
 WINDOW, ENOUGH = 50, 5
+AGAIN = 10  # intervals after a line about a kind of alarm in which there is no other
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
-DRIFT = "gate drift"
+DRIFT, SLOW_RANK = "gate drift", "slow rank"
+PLACES = {SOURCE: "source", SLOW_RANK: "rank"}  # of kinds that are not about a layer
 
 
 class Alarms:
-    """What fires, and for how long. A condition is (kind, place, head): layer or source, and routed head, or None.
+    """What fires, and for how long. A condition is (kind, layer or source or rank, routed head); either may be None.
 
     settings: ``AlarmConfig``. layers: ``RoutedLayer``s. shares: {source: its share of the mix}.
     """
@@ -35,15 +39,16 @@ class Alarms:
         self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
 
     def check(self, accumulator, figures, ranks=()):
-        """[(text, facts for the event log)] of the alarms that begin, and of those that end, with an interval.
+        """[facts for the event log] of the alarms that begin, and of those that end, with an interval.
 
         accumulator: ``MetricsAccumulator`` of the interval. figures: of its heads, or None. ranks:
-        ``waits_and_memory``.
+        of ``rank_figures``.
         """
         held = dict(self.dead_sources(accumulator))
         if accumulator.timed_tokens:
             held.update(self.slow(accumulator, ranks))
-        known = {THROUGHPUT, SOURCE}
+            held.update(self.slow_rank(ranks))
+        known = {THROUGHPUT, SOURCE, SLOW_RANK}
         if figures:
             held.update(self.collapsed(figures))
             held.update(self.unbalanced(figures))
@@ -59,8 +64,8 @@ class Alarms:
         ended = [c for c, quiet in self.firing.items() if quiet >= self.patience(c)]
         self.firing = {c: quiet for c, quiet in self.firing.items() if c not in ended} | dict.fromkeys(begun, 0)
         return [
-            *grouped("ALARM", "alarm", begun, held, self.unit),
-            *grouped("alarm over:", "alarm over", sorted(ended, key=str), {}, self.unit),
+            *grouped("alarm", begun, held, self.unit),
+            *grouped("alarm over", sorted(ended, key=str), {}, self.unit),
         ]
 
     def patience(self, condition):
@@ -98,10 +103,17 @@ class Alarms:
         usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, 0)
         if usual is not None:
             text = f"{rate:,.0f} tokens/s after a median of {usual:,.0f}"
-            waits = [data for data, _ in ranks]
+            waits = [figures.data for figures in ranks]
             if waits and max(waits) > (sum(seconds.values()) - seconds["save"]) / 10:
                 text += f"; rank {waits.index(max(waits))} waits {max(waits):.2f} s per step for its data"
             yield (THROUGHPUT, None, None), text
+
+    def slow_rank(self, ranks):
+        limit = self.settings.alarm_slow_rank
+        slowest = slowest_rank(ranks) if ranks and limit else None
+        if slowest and slowest.seconds > limit * slowest.median:
+            text = f"{slowest.seconds:.3g} s per step of its own work, the median of ranks like it {slowest.median:.3g}"
+            yield (SLOW_RANK, slowest.rank, None), text
 
     def beyond(self, key, value, low, high):
         """The running median if ``value`` is below ``low`` or above ``high`` times it; else None, and it counts.
@@ -151,6 +163,7 @@ class Alarms:
         self.streaks = {tuple(condition): number for *condition, number in state["streaks"]}
         self.firing = {tuple(condition): number for *condition, number in state["ringing"]}
         self.history = {tuple(key): values for *key, values in state["history"]}
+        self.forget(SLOW_RANK)  # other devices may have these numbers now
         if same_data:
             self.unseen = dict(state["unseen"])
         else:
@@ -163,8 +176,8 @@ class Alarms:
         self.history = {key: values for key, values in self.history.items() if key[0] not in kinds}
 
 
-def grouped(word, event, conditions, details, unit):
-    """One (text, facts) for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.
+def grouped(event, conditions, details, unit):
+    """One ``facts`` for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.
 
     unit: what an expert is called.
     """
@@ -174,13 +187,53 @@ def grouped(word, event, conditions, details, unit):
     found = []
     for (kind, place), members in groups.items():
         heads = sorted(head for _, _, head in members if head is not None)
-        where = {THROUGHPUT: "", SOURCE: f" {place}"}.get(kind, f" in layer {place}")
         said = [details[condition] for condition in members if details.get(condition)]
         if heads and not said:
             said = [f"{unit} {head}" for head in heads]
-        more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
-        text = f"{word} {kind}{where}" + (f": {'; '.join(said[:8])}{more}" if said else "")
         facts = {"event": event, "alarm": kind, "details": said}
-        facts |= {"source": place} if kind == SOURCE else {"layer": place} if place is not None else {}
-        found.append((text, facts | ({f"{unit}s": heads} if heads else {})))
+        facts |= {PLACES.get(kind, "layer"): place} if place is not None else {}
+        found.append(facts | ({f"{unit}s": heads} if heads else {}))
     return found
+
+
+class Announcer:
+    """Lines about alarms for a person: one for all of a kind that begin together, and one for those that end together.
+
+    After its lines a kind is silent for ``AGAIN`` intervals; the next ones are about all that happened meanwhile.
+    """
+
+    def __init__(self):
+        self.waiting = {}  # {kind: [facts]}
+        self.silent = {}  # {kind: intervals left}
+
+    def lines(self, found):
+        """The lines of an interval. found: of ``Alarms.check``."""
+        for facts in found:
+            self.waiting.setdefault(facts["alarm"], []).append(facts)
+        self.silent = {kind: left - 1 for kind, left in self.silent.items() if left > 1}
+        due = [kind for kind in self.waiting if kind not in self.silent]
+        self.silent |= dict.fromkeys(due, AGAIN)
+        return [line for kind in due for line in announced(kind, self.waiting.pop(kind))]
+
+
+def announced(kind, waiting):
+    """Lines for the ``waiting`` facts: one for alarms that begin, one for those that end, the latest event last."""
+    latest_first = list(dict.fromkeys(facts["event"] for facts in reversed(waiting)))
+    for event in reversed(latest_first):
+        same = [facts for facts in waiting if facts["event"] == event]
+        word = "note" if (kind, event) == (THROUGHPUT, "alarm") else event  # a busy machine spoils no result
+        what = PLACES.get(kind, "layer")
+        places = list(dict.fromkeys(facts.get(what) for facts in same))
+        said = same[-1]["details"]
+        if len(places) > 1 and said:
+            said = [f"for example {said[0]} ({what} {places[-1]})"]
+        more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
+        yield f"{word}: {kind}{where(kind, places)}" + (f": {'; '.join(said[:8])}{more}" if said else "")
+
+
+def where(kind, places):
+    """Such as " in layer 3"; a source and a rank are named alone."""
+    if places == [None]:
+        return ""
+    layers = "" if kind in PLACES else " in layer" + "s" * (len(places) > 1)
+    return f"{layers} {listing(places)}"

@@ -1,8 +1,9 @@
 """events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
 
-One object per event: "time" (UTC), "event", "step", and facts. Events: import, saved, resumed, damaged, skipped, spike,
-stopped, complete, failed, data changed, routing changed, loss changed, training changed, dense warm-up over, alarm,
-alarm over. Lines are only ever added, so the file also remembers that there once were checkpoints.
+One object per event: "time" (UTC), "event", "step", and facts. Events: import, started, saved, resumed, damaged,
+skipped, spike, stopped, complete, failed, after-save failed, data changed, routing changed, loss changed, training
+changed, dense warm-up over, alarm, alarm over. Lines are only ever added, so the file also remembers that there once
+were checkpoints.
 
 A log is not worth ending a run for: what cannot be written now is written later.
 """
@@ -14,7 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+from moh_lm.monitor.console import styled
 from moh_lm.parsing import parse_json
+
+WARNINGS = ("alarm", "damaged", "failed", "skipped", "spike")  # events that a terminal shows in colour
 
 
 class Rows:
@@ -67,7 +71,7 @@ class EventLog:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.rows.add({"time": now, "event": event, "step": step, **facts})
         if text:
-            print(text, flush=True)
+            print(styled(text, "warning") if event in WARNINGS else text, flush=True)
 
     def last(self, event):
         """The last ``event`` in the file, or None."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from moh_lm.data.files import write_json
+from moh_lm.monitor.console import show_progress, styled
 from moh_lm.monitor.events import Rows
 from moh_lm.monitor.head_map import head_map
 from moh_lm.monitor.record import bits_per_byte, finite, keep_rows, rounded
@@ -30,8 +31,9 @@ class RunLog:
     def __init__(self, directory, first_step, config):
         self.first_step = first_step
         self.train_iters = config.run.train_iters
-        self.model = config.model
+        self.model, self.head_curves = config.model, config.run.head_curves
         self.started = time.perf_counter()
+        self.step_width = 2 * len(str(self.train_iters)) + 1
         self.printed = 0
         write_json(Path(directory) / "config.json", config.to_dict())
         paths = [Path(directory) / name for name in ("metrics.jsonl", "samples.jsonl")]
@@ -53,9 +55,11 @@ class RunLog:
         scalars |= {f"runtime/mfu_{kind}": share for kind, share in runtime["mfu"].items()}
         scalars |= {f"runtime/seconds_{part}": seconds for part, seconds in runtime["seconds"].items()}
         scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
+        scalars["runtime/seconds_rank_slowest"] = runtime["slowest_rank"]["seconds"]
+        scalars["runtime/seconds_rank_median"] = runtime["slowest_rank"]["median"]
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
         scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(record.get("window", ()))}
-        self.writers.scalars(scalars | head_scalars(self.model, figures), step)
+        self.writers.scalars(scalars | head_scalars(self.model, figures, self.head_curves), step)
         self.head_maps(figures, step)
         print("\n".join(self.lines(record)), flush=True)
 
@@ -73,7 +77,7 @@ class RunLog:
         step, mfu = record["step"], record["runtime"]["mfu"]
         seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
         cells = (
-            ("step", f"{step}/{self.train_iters}", 2 * len(str(self.train_iters)) + 1),
+            ("step", f"{step}/{self.train_iters}", self.step_width),
             ("loss", f"{record['loss']:.4f}", 9),
             ("balance", f"{record['load_balance_loss']:.4f}", 8),
             ("lr", f"{record['learning_rate']:.2e}", 10),
@@ -83,9 +87,19 @@ class RunLog:
             ("MFU", f"{mfu['dense']:.0%}" if mfu else "-", 6),
             ("left", time_left((self.train_iters - step) * seconds_per_step), 9),
         )
-        lines = ["".join(f"{cell[place]:>{cell[2]}}" for cell in cells) for place in (0, 1)]
+        names, figures = ("".join(f"{cell[place]:>{cell[2]}}" for cell in cells) for place in (0, 1))
         self.printed += 1
-        return lines if self.printed % 20 == 1 else lines[1:]
+        return [styled(names, "head"), figures] if self.printed % 20 == 1 else [figures]
+
+    def say(self, step, text, style=None, break_words=False):
+        """Print a text that belongs to ``step``, in the column of the lines of intervals."""
+        begin = f"{step}/{self.train_iters}".rjust(self.step_width) + "  "
+        text = wrapped(begin + text, len(begin), break_words)
+        print(styled(text, style) if style else text, flush=True)
+
+    def progress(self, step):
+        """Show on a quiet terminal how far the run has come."""
+        show_progress(step, self.train_iters, self.first_step, time.perf_counter() - self.started)
 
     def evaluation(self, step, losses, bytes_per_token=None, sinks=None):
         """Log the validation loss of each source; of text its exponential, the perplexity of a token, and its bits per
@@ -105,8 +119,9 @@ class RunLog:
                 scalars |= {f"sink/layer_{index:02d}/{name}": share for index, share in enumerate(layers)}
         self.write(record)
         self.writers.scalars(scalars, step)
-        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        print(wrapped(f"validation loss after {step} steps: {shown}", 2), flush=True)
+        parts = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        mean = f"mean {record['evaluation_mean']:.4f}  " if len(losses) > 1 else ""
+        self.say(step, f"validation loss  {mean}{parts}", "result")
 
     def tasks(self, step, scores, title="tasks"):
         """Log the scores of tasks: {task: {metric: share}}."""
@@ -116,16 +131,21 @@ class RunLog:
         }
         self.writers.scalars(scalars, step)
         shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
-        print(wrapped(f"{title} after {step} steps: {shown}", 2), flush=True)
+        self.say(step, f"{title}  {shown}", "result")
 
     def samples(self, step, texts):
         """Log how the model continues each prompt: {prompt: text}."""
         for prompt, text in texts.items():
             self.sample_rows.add({"step": step, "prompt": prompt, "text": text})
-            shown = f"sample after {step} steps: {prompt!r} is continued by {text!r}"
-            print(wrapped(shown, 2, break_words=True), flush=True)
+            self.say(step, f"sample: {prompt!r} continues with {text!r}", break_words=True)
         text = "\n\n".join(f"**{prompt}**{text}" for prompt, text in texts.items())
         self.writers.draw("add_text", "samples", text, step)
+
+    def alarm(self, step, text):
+        """Print a line about alarms and draw it; events.jsonl has their facts."""
+        text = f"step {step}: {text}"
+        print(styled(wrapped(text, 2), "warning"), flush=True)
+        self.writers.alarm(text, step)
 
     def write(self, record):
         self.rows.add(finite(record))
@@ -134,12 +154,13 @@ class RunLog:
         self.writers.close()
 
 
-def head_scalars(model, figures):
-    """{TensorBoard's tag: value} of ``head_figures``: the load of each routed head, and what sums it up, by layer."""
+def head_scalars(model, figures, with_loads):
+    """{TensorBoard's tag: value} of ``head_figures``: what sums up the loads of a layer; with_loads: also each load."""
     found = {}
     for place, layer in enumerate(model.gated_layers() if figures else ()):
         tag = f"routed_heads/layer_{layer.index:02d}"
-        for number, load in zip(layer.routed_numbers, figures["load"][place], strict=True):
+        numbered = zip(layer.routed_numbers, figures["load"][place], strict=True) if with_loads else ()
+        for number, load in numbered:
             found[f"{tag}/load_{layer.unit}_{number:02d}"] = load
         for key in SHOWN_HEADS:
             if key in figures and figures[key][place] is not None:

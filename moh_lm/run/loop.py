@@ -12,15 +12,19 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.summary import describe_switch
-from moh_lm.monitor.accumulator import MetricsAccumulator, waits_and_memory
-from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms
+from moh_lm.monitor.accumulator import MetricsAccumulator
+from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms, Announcer
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.ranks import ForwardTimer, rank_figures
 from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
+from moh_lm.monitor.surroundings import surroundings
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.after_save import AfterSave
 from moh_lm.run.nodes import check_nodes
+from moh_lm.run.profile import StepProfile
 from moh_lm.run.resume import resume
 from moh_lm.run.state import RunState
 from moh_lm.supervise.processes import log_rank0
@@ -69,12 +73,14 @@ class Run:
         )
         self.engine = task.make_engine(config, self.groups, device, len(dataset.source_names))
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
+        self.timer = ForwardTimer(self.engine.model, device)
         watchdog.progress()
         for sentence in self.engine.compare_kernels():
             log_rank0(sentence)
         watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
+        self.announcer = Announcer()
         self.event_log = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
         self.state = RunState(config, dataset, self.engine, self.accumulator, self.alarms)
         resume(task, self.state, self.event_log, watchdog.progress)
@@ -89,16 +95,22 @@ class Run:
         self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
+        self.after_save = AfterSave(
+            self.config.reliability.after_save, self.event_log, self.config.reliability.hang_timeout
+        )
         self.saver = Saver(
             checkpoints,
             keep_last=self.config.reliability.keep_last,
             keep_every=self.config.reliability.keep_every,
             background=self.config.reliability.async_save,
             verified=[step] if step else [],
-            on_saved=lambda step, path, facts: self.event_log.add("saved", step, f"saved {path}", **facts),
+            on_saved=self.saved,
             progress=self.watchdog.progress,
         )
+        self.profile = StepProfile(run, self.device)
         first = dist.get_rank() == 0
+        if first:
+            self.event_log.add("started", step, **surroundings(self.device))
         self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         self.evaluation = self.task.make_evaluation(
             self.config, self.engine, self.loader, self.log, self.watchdog.progress
@@ -108,10 +120,17 @@ class Run:
             if self.log:
                 self.log.started = time.perf_counter()  # the time left is that of steps like those to come
 
+    def saved(self, step, path, facts):
+        """A checkpoint is complete. On rank 0."""
+        self.event_log.add("saved", step, f"saved {path}", **facts)
+        self.after_save.add(step, path)
+
     def step(self):
         """One iteration, and what is due after it."""
         run = self.config.run
+        self.profile.begin(self.state.step + 1)
         rate, result = self.train()
+        self.profile.end(self.state.step)
         step, last = self.state.step, self.complete()
         if due(step, run.log_interval) or last:
             self.write_log(rate, result)
@@ -124,7 +143,10 @@ class Run:
             self.saver.save(step, self.engine.fragments(), self.engine.config_now(), self.state.capture(), tokenizer)
         elif not writing:
             self.saver.finish()
+        self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started
+        if self.log:
+            self.log.progress(step)
 
     def train(self):
         """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
@@ -154,7 +176,7 @@ class Run:
             self.event_log.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources)
+        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources, self.timer.take())
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
@@ -162,7 +184,7 @@ class Run:
     def write_log(self, rate, result):
         """The line of the interval that ends here, and the alarms that fire or end with it."""
         config, step, accumulator = self.engine.config_now(), self.state.step, self.accumulator
-        ranks = waits_and_memory(accumulator, self.device)
+        ranks = rank_figures(accumulator, self.groups, self.device)
         if self.log:
             figures = None
             if config.model.after(accumulator.began(step, config.tokens_per_iteration)) == config.model:
@@ -172,10 +194,11 @@ class Run:
                 self.task.flops,
             )  # fmt: skip
             self.log.training(record, figures)
-            for text, facts in self.alarms.check(accumulator, figures, ranks):
-                text = f"step {step}: {text}"
-                self.event_log.add(facts.pop("event"), step, text, **facts)
-                self.log.writers.alarm(text, step)
+            found = self.alarms.check(accumulator, figures, ranks)
+            for facts in found:
+                self.event_log.add(step=step, **facts)
+            for line in self.announcer.lines(found):
+                self.log.alarm(step, line)
         accumulator.clear()
 
     def evaluate(self):
@@ -183,7 +206,9 @@ class Run:
 
     def close(self):
         """Wait until all is written, and record how the run ended."""
+        self.profile.close()
         self.saver.close()
+        self.after_save.close(self.watchdog.progress)
         self.loader.close()
         if self.log:
             self.log.close()
@@ -193,7 +218,7 @@ class Run:
         else:
             reason = f" ({self.stop.reason})" if self.stop.reason else ""
             stopped = f"stopped after step {step} of {run.train_iters}, as asked{reason}"
-            self.event_log.add("stopped", step, f"{stopped}; the same command goes on")
+            self.event_log.add("stopped", step, f"{stopped}; the same command resumes it")
         self.report()
 
     def report(self):

@@ -15,6 +15,7 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, save_config
+from moh_lm.monitor.console import styled
 from moh_lm.run.loop import run_steps
 from moh_lm.run.resume import contradictions, with_model_of_run
 from moh_lm.supervise.errors import report_errors, report_to_torchrun
@@ -84,7 +85,7 @@ def describe(task, given, config, dataset, world_size):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
         lines = [*given.changes(), "", *lines, *describe_configuration(config)]
     warnings = (*task.warnings(*planned), *contradictions(config))
-    shown = [wrapped(f"warning: {text}", 9) for text in warnings]
+    shown = [styled(wrapped(f"warning: {text}", 9), "warning") for text in warnings]
     print("\n".join([*shown, *([""] if shown else []), *lines]), flush=True)
 
 

@@ -57,6 +57,16 @@ def test_a_console_without_utf_8_gets_escapes():
     assert file.buffer.getvalue() == b"\\xe9\n"
 
 
+def test_a_shown_line_goes_with_the_next_text():
+    file = io.StringIO()
+    output = Output(file)
+    output.show("10%")
+    output.show("20%")
+    for text in ("step 1", "step 2"):
+        print(text, file=output)
+    assert file.getvalue() == "\x1b[K10%\r\x1b[K20%\r\x1b[Kstep 1\nstep 2\n"
+
+
 def run_unheard(flags):
     """The exit code of a run whose standard output and standard error nobody reads."""
     reader, writer = os.pipe()

@@ -17,7 +17,7 @@ from moh_lm.cost.summary import describe_heads
 from moh_lm.data.files import read_json
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
-from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.alarms import Alarms, Announcer
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.monitor.head_map import head_map
 from tests.distributed import run_ranks
@@ -215,7 +215,7 @@ def test_the_coefficient_of_relu_gates_follows_the_selected_heads(budgets, sign,
 
 def test_active_heads_loads_and_mfu_follow_the_selections(data_dir, tmp_path):
     flags = f"--train-iters 2 --log-interval 2 --eval-interval 0 --eval-samples 1 --peak-tflops 0.001 {MODELS['both']}"
-    flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3")
+    flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3", "--head-curves")
     (taken,) = run_ranks(run_recorded, 1, flags)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     board, active = events_of(tmp_path), {}
@@ -249,8 +249,8 @@ def test_fair_is_the_mean_load_where_k_is_only_the_most():
     assert figures["active_heads"] == [pytest.approx(5.2)]
     assert figures["overused"] == [0.5]  # fair is 30%, and 1.3 times it 39%
     alarms = Alarms(AlarmConfig(alarm_intervals=1, alarm_head_low=0.4), model.routed_layers(), {})
-    ((text, _),) = alarms.check(interval(), figures)
-    assert text == "ALARM routing collapse in layer 0: head 4 by 10.0% of the tokens, fair is 30.0%"
+    (text,) = Announcer().lines(alarms.check(interval(), figures))
+    assert text == "alarm: routing collapse in layer 0: head 4 by 10.0% of the tokens, fair is 30.0%"
 
 
 def test_a_layer_whose_tokens_select_nearly_all_heads_is_healthy():
@@ -265,10 +265,12 @@ def test_alarms_and_maps_speak_of_groups():
     model = ModelConfig(num_layers=1, num_attention_heads=16, num_key_value_heads=4, heads=heads)
     figures = {"load": [[0.0, 0.5, 0.5]], "balance_loss": [0.3], "gate_mean": [1.0]}
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
-    ((text, facts),) = alarms.check(interval(), figures)
-    assert text == "ALARM routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
+    (facts,) = found = alarms.check(interval(), figures)
+    (text,) = Announcer().lines(found)
+    assert text == "alarm: routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
     assert facts["groups"] == [1]
-    ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
+    found = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
+    (text,) = Announcer().lines(found)
     assert text == "alarm over: routing collapse in layer 0: group 1"
     picture = head_map(model.routed_layers(), figures["load"], 1, 4)
     assert [colour.tolist() for colour in cells(picture, 1, 4)[0]] == [[204] * 3, [0, 34, 78], *[[125, 124, 120]] * 2]

@@ -18,7 +18,8 @@ from moh_lm.data.mixture import Mixture
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
 from moh_lm.monitor.accumulator import MetricsAccumulator
-from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.alarms import AGAIN, Alarms, Announcer
+from moh_lm.monitor.ranks import RankFigures, slowest_rank
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.logged import events_of
@@ -49,8 +50,13 @@ def alarms(shares=(0.75, 0.25), **settings):
     return Alarms(AlarmConfig(**settings), LAYERS, dict(zip("ab", shares, strict=True)))
 
 
+def ranks(*own, stages=None):
+    """``RankFigures`` of ranks with these seconds of own work."""
+    return [RankFigures(0.0, seconds, 0, stage) for seconds, stage in zip(own, stages or [0] * len(own), strict=True)]
+
+
 def texts(found):
-    return [text for text, _ in found]
+    return Announcer().lines(found)
 
 
 def test_a_head_far_from_its_fair_load_fires_once():
@@ -60,12 +66,12 @@ def test_a_head_far_from_its_fair_load_fires_once():
     seen = [low, low, fair, low, low, low, low, fair, fair, low, fair, fair, fair]
     rung = [made.check(interval(), figures(load)) for load in seen]
     assert [len(found) for found in rung] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1]
-    ((text, facts),) = rung[5]
+    (facts,), (text,) = rung[5], texts(rung[5])
     said = [f"head {head} by {load} of the tokens, fair is 25.0%" for head, load in enumerate(["2.0%", "94.0%"], 2)]
-    assert text.startswith("ALARM routing collapse in layer 1: " + "; ".join(said))
+    assert text.startswith("alarm: routing collapse in layer 1: " + "; ".join(said))
     assert (facts["event"], facts["alarm"], facts["layer"]) == ("alarm", "routing collapse", 1)
     assert facts["heads"] == [2, 3, 4, 5]
-    ((text, facts),) = rung[12]
+    (facts,), (text,) = rung[12], texts(rung[12])
     assert text == "alarm over: routing collapse in layer 1: head 2; head 3; head 4; head 5"
     assert facts["event"] == "alarm over"
 
@@ -73,15 +79,15 @@ def test_a_head_far_from_its_fair_load_fires_once():
 @pytest.mark.parametrize("load, heads", [([0.026, 0.26, 0.26, 0.454], []), ([0.024, 0.12, 0.12, 0.736], [2])])
 def test_the_limits_of_a_head_are_shares_of_its_fair_load(load, heads):
     found = alarms(alarm_intervals=1).check(interval(), figures(load))
-    assert [facts["heads"] for _, facts in found] == ([heads] if heads else [])
+    assert [facts["heads"] for facts in found] == ([heads] if heads else [])
 
 
 def test_a_layer_of_dead_heads_fires():
     made = alarms(alarm_intervals=1)
     made.layers = [layer._replace(by_sign=True) for layer in LAYERS]  # fair is the mean load
     assert not made.check(interval(), figures([0.1, 0.2, 0.2, 0.1]))
-    ((text, facts),) = made.check(interval(), figures([0.0, 0.0, 0.0, 0.0]))
-    assert facts["heads"] == [2, 3, 4, 5] and "head 2 by 0.0% of the tokens, fair is 0.0%" in text
+    (facts,) = made.check(interval(), figures([0.0, 0.0, 0.0, 0.0]))
+    assert facts["heads"] == [2, 3, 4, 5] and facts["details"][0] == "head 2 by 0.0% of the tokens, fair is 0.0%"
 
 
 def test_an_interval_without_a_valid_step_changes_no_alarm():
@@ -101,9 +107,10 @@ def test_a_low_throughput_fires_and_names_the_waiting_rank():
     made = alarms(alarm_intervals=2)
     for seconds in (1.0, 1.1, 0.9, 1.0, 1.0, 9.0, 1.0):  # a single slow interval is none
         assert not made.check(interval(seconds=seconds), figures())
-    assert not made.check(interval(seconds=2.0), figures(), [(0.1, 0), (0.1, 0)])
-    (text,) = texts(made.check(interval(seconds=2.0), figures(), [(0.1, 0), (1.5, 0)]))
-    assert text == "ALARM throughput: 128 tokens/s after a median of 256; rank 1 waits 1.50 s per step for its data"
+    assert not made.check(interval(seconds=2.0), figures(), ranks(1.0, 1.0))
+    waits = [RankFigures(data, 1.0, 0, 0) for data in (0.1, 1.5)]
+    (text,) = texts(made.check(interval(seconds=2.0), figures(), waits))
+    assert text == "note: throughput: 128 tokens/s after a median of 256; rank 1 waits 1.50 s per step for its data"
     for _ in range(100):  # it does not get used to it
         assert not made.check(interval(seconds=2.0), figures())
     assert not made.check(interval(), figures())
@@ -115,7 +122,7 @@ def test_a_rising_balance_loss_fires_with_its_layer():
     for loss in (0.25, 0.26, 0.27, 0.26, 0.25, 0.26 * 1.19):
         assert not made.check(interval(), figures(balance_loss=(loss, 1.0)))
     (text,) = texts(made.check(interval(), figures(balance_loss=(0.26 * 1.21, 1.0))))
-    assert text == "ALARM balance loss in layer 1: 0.3146 after a median of 0.2600"
+    assert text == "alarm: balance loss in layer 1: 0.3146 after a median of 0.2600"
 
 
 @pytest.mark.parametrize("gate, rings", [(0.31, True), (0.29, False), (0.14, False), (0.13, True)])
@@ -123,7 +130,7 @@ def test_a_drifting_mean_gate_fires_with_its_layer(gate, rings):
     made = alarms(alarm_intervals=1, alarm_gate_drift=1.5)
     for usual in (0.2, 0.19, math.nan, 0.21, 0.2, 0.2):  # the third of an interval whose gates are not known
         assert not made.check(interval(), figures(gate_mean=(usual, 1.0)))
-    said = [f"ALARM gate drift in layer 1: mean gate {gate:.4f} after a median of 0.2000"] if rings else []
+    said = [f"alarm: gate drift in layer 1: mean gate {gate:.4f} after a median of 0.2000"] if rings else []
     assert texts(made.check(interval(), figures(gate_mean=(gate, 1.0)))) == said
     if rings:
         assert texts(made.check(interval(), figures())) == ["alarm over: gate drift in layer 1"]
@@ -139,7 +146,7 @@ def test_a_source_without_its_due_sample_fires():
     silent = [made.check(interval(sequences=(4, 0)), figures()) for _ in range(8)]
     first = next(index for index, found in enumerate(silent) if found)
     assert first >= 24 // 4 - 3 and sum(map(len, silent)) == 1  # 24 samples hold one of b whatever came before
-    assert silent[first][0][0].startswith("ALARM dead source b: no sample among 2")
+    assert texts(silent[first])[0].startswith("alarm: dead source b: no sample among 2")
     assert texts(made.check(interval(sequences=(3, 1)), figures())) == ["alarm over: dead source b"]
 
 
@@ -153,14 +160,37 @@ def test_a_source_without_its_due_sample_fires():
 )
 def test_a_source_with_nothing_to_learn_from_fires_at_once(more, text):
     found = alarms().check(interval(**more), figures())
-    assert texts(found)[0] == f"ALARM dead source a: {text}" and found[0][1]["source"] == "a"
+    assert texts(found[:1]) == [f"alarm: dead source a: {text}"] and found[0]["source"] == "a"
+
+
+@pytest.mark.parametrize(
+    "own, stages, expected",
+    [
+        ([1.0, 1.1, 1.6, 1.0], None, (2, 1.6, 1.0)),
+        ([1.0, 4.0], None, (1, 4.0, 1.0)),
+        ([1.0, 1.0, 4.0, 4.0, 9.0, 9.5], [0, 0, 1, 1, 2, 2], (5, 9.5, 9.0)),
+        ([3.0], None, (0, 3.0, 3.0)),
+    ],
+)
+def test_a_rank_is_slow_beside_those_of_its_stage(own, stages, expected):
+    assert slowest_rank(ranks(*own, stages=stages)) == expected
+
+
+def test_the_alarm_of_a_slow_rank_names_one_that_stays_slow():
+    made = alarms(alarm_intervals=2)
+    seen = [(1.0, 2.0), (2.0, 1.0), (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (1.0, 1.4), (1.0, 1.4)]
+    rung = [made.check(interval(), figures(), ranks(*own)) for own in seen]
+    assert [len(found) for found in rung] == [0, 0, 0, 1, 0, 0, 1]
+    assert texts(rung[3]) == ["alarm: slow rank 1: 2 s per step of its own work, the median of ranks like it 1"]
+    assert [(facts["event"], facts["rank"]) for found in rung for facts in found] == [("alarm", 1), ("alarm over", 1)]
 
 
 def test_an_alarm_that_is_turned_off_does_not_fire():
-    names = ("head_low", "head_high", "throughput", "balance_loss", "gate_drift")
+    names = ("head_low", "head_high", "throughput", "balance_loss", "gate_drift", "slow_rank")
     made = alarms(alarm_intervals=1, **{f"alarm_{name}": 0.0 for name in names})
     for seconds, loss in [(1.0, 0.25)] * 8 + [(9.0, 9.0)]:
-        assert not made.check(interval(seconds=seconds), figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0), (loss, 0.1)))
+        shown = figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0), (loss, 0.1))
+        assert not made.check(interval(seconds=seconds), shown, ranks(1.0, loss))
 
 
 def test_the_state_of_alarms_outlives_a_checkpoint():
@@ -171,7 +201,7 @@ def test_the_state_of_alarms_outlives_a_checkpoint():
     other = alarms(alarm_intervals=2)
     other.restore(json.loads(json.dumps(one.state())), same_data=True)
     assert other.state() == one.state()
-    assert texts(other.check(slow, low)) == ["ALARM throughput: 85 tokens/s after a median of 256"]  # and no collapse
+    assert texts(other.check(slow, low)) == ["note: throughput: 85 tokens/s after a median of 256"]  # and no collapse
     assert "throughput" in str(other.state())
     other.forget("throughput", "gate drift")
     left = other.state()
@@ -182,11 +212,25 @@ def test_the_state_of_alarms_outlives_a_checkpoint():
     assert changed.unseen == {"a": 0, "b": 0} and changed.firing == one.firing
 
 
+def test_alarms_of_a_kind_are_one_line_and_then_wait_their_turn():
+    announcer = Announcer()
+    begun = [{"event": "alarm", "alarm": "routing collapse", "layer": n, "details": [f"head {n}"]} for n in range(30)]
+    over = {"event": "alarm over", "alarm": "routing collapse", "layer": 3, "details": ["head 3"]}
+    slow = {"event": "alarm", "alarm": "throughput", "details": ["1 token/s"]}
+    layers = "layers 0, 1, 2, 3, 4, 5, 6, 7 and 20 more"
+    assert announcer.lines(begun[:28]) == [f"alarm: routing collapse in {layers}: for example head 27 (layer 27)"]
+    assert announcer.lines([over, *begun[28:]]) == [] and announcer.lines([slow]) == ["note: throughput: 1 token/s"]
+    assert [announcer.lines([]) for _ in range(AGAIN - 3)] == [[]] * (AGAIN - 3)
+    told = ["alarm over: routing collapse in layer 3: head 3"]
+    told.append("alarm: routing collapse in layers 28, 29: for example head 29 (layer 29)")
+    assert announcer.lines([]) == told and announcer.lines([]) == []
+
+
 def test_thresholds_that_fire_in_a_healthy_run_are_refused(data_dir, tmp_path):
     wrong = "--alarm-intervals 0 --alarm-head-low 1 --alarm-head-high 1 --alarm-throughput 1.5 "
-    wrong += "--alarm-balance-loss 0.5 --alarm-gate-drift 1"
+    wrong += "--alarm-balance-loss 0.5 --alarm-gate-drift 1 --alarm-slow-rank 1"
     problems = config_problems(parse_config(arguments(data_dir, tmp_path, *wrong.split()))[0], 1)
-    assert len(problems) == 6 and all(problem.startswith("--alarm-") for problem in problems)
+    assert len(problems) == 7 and all(problem.startswith("--alarm-") for problem in problems)
 
 
 def test_an_interval_resumes_from_other_sums_of_routers():
@@ -211,8 +255,9 @@ def test_a_layer_of_shared_heads_fires_for_gate_drift_alone():
     made = Alarms(AlarmConfig(alarm_intervals=1), [RoutedLayer(0, 8, 0, 0)], {})
     found = [made.check(interval(), {"load": [[]], "balance_loss": [None], "gate_mean": [1.0]}) for _ in range(5)]
     assert found == [[]] * 5
-    ((text, facts),) = made.check(interval(), {"load": [[]], "balance_loss": [None], "gate_mean": [1.6]})
-    assert text == "ALARM gate drift in layer 0: mean gate 1.6000 after a median of 1.0000" and facts["layer"] == 0
+    found = made.check(interval(), {"load": [[]], "balance_loss": [None], "gate_mean": [1.6]})
+    (facts,), (text,) = found, texts(found)
+    assert text == "alarm: gate drift in layer 0: mean gate 1.6000 after a median of 1.0000" and facts["layer"] == 0
 
 
 def test_an_interval_with_skipped_steps_outlives_a_checkpoint():
@@ -225,6 +270,7 @@ def test_an_interval_with_skipped_steps_outlives_a_checkpoint():
 # --- Planted in runs ---
 
 QUICK = "--log-interval 1 --eval-interval 0 --eval-samples 1 --save-interval 0 --alarm-intervals 2".split()
+QUICK += ["--alarm-slow-rank", "0"]  # two ranks of a busy machine may differ
 
 
 def run_collapsed(flags, stop_after=None):
@@ -251,7 +297,7 @@ def test_a_planted_collapse_fires_once_across_a_resume(data_dir, tmp_path, more)
     board = events_of(tmp_path)
     (summary,) = [board.Tensors(tag) for tag in board.Tags()["tensors"] if tag.startswith("alarms")]
     (text,) = summary[0].tensor_proto.string_val
-    assert text.decode().startswith("step 2: ALARM routing collapse in layer 1: head 4 by 100.0% of the tokens")
+    assert text.decode().startswith("step 2: alarm: routing collapse in layer 1: head 4 by 100.0% of the tokens")
 
 
 def run_without_odd(flags):
@@ -282,6 +328,34 @@ def test_a_source_whose_loss_is_not_finite_fires_and_is_over(data_dir, tmp_path)
     assert [(event["step"], event["source"]) for event in events(tmp_path, "alarm over")] == [
         (5, source) for source in skipped["sources"]
     ]
+
+
+def run_with_a_slow_device(flags, victim, stop_after=None):
+    """Each forward pass of the rank ``victim`` takes a second longer."""
+    freeze = Engine.freeze
+
+    def slow(engine):
+        if os.environ["RANK"] == victim:
+            engine.model.register_forward_hook(lambda *_: time.sleep(1))
+        freeze(engine)
+
+    Engine.freeze = slow
+    run(flags, stop_after)
+
+
+@pytest.mark.parametrize("layout", [(2, "1", ()), (4, "3", ("--pipeline-parallel-size", "2"))])
+def test_a_rank_with_a_slow_device_is_named_again_after_a_resume(data_dir, tmp_path, layout):
+    world_size, victim, more = layout
+    more = (*QUICK, "--alarm-throughput", "0", "--alarm-slow-rank", "3", "--train-iters", "4", *more)
+    flags = arguments(data_dir, tmp_path, *more, "--save-interval", "2", "--micro-batch-size", "4")
+    run_ranks(run_with_a_slow_device, world_size, flags, victim, 2)
+    run_ranks(run_with_a_slow_device, world_size, flags, victim)
+    found = [(event["step"], event["alarm"], event["rank"]) for event in events(tmp_path, "alarm")]
+    assert found == [(2, "slow rank", int(victim)), (4, "slow rank", int(victim))]
+    for row in (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        if "loss" in row:
+            named = row["runtime"]["slowest_rank"]
+            assert named["rank"] == int(victim) and named["seconds"] >= 1 > named["median"] > 0
 
 
 def run_with_a_slow_rank(flags):

@@ -110,7 +110,8 @@ def by_hand(ranks, layout, steps, layer, shared):
 )
 def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout, world_size, more):
     uneven = "--learning-rate", "0.3", "--routing", "paper"  # the rate is large, so that heads are used unevenly
-    ranks = run_ranks(run_recorded, world_size, arguments(data_dir, tmp_path, *SHORT, *uneven, *more))
+    flags = arguments(data_dir, tmp_path, *SHORT, "--head-curves", *uneven, *more)
+    ranks = run_ranks(run_recorded, world_size, flags)
     logged = {row["step"]: row for row in read_rows(tmp_path) if "loss" in row}
     board = events_of(tmp_path)
     for last in (2, 4):

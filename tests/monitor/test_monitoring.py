@@ -19,10 +19,12 @@ import torch
 from PIL import Image
 
 from moh_lm.checks import config_problems
+from moh_lm.cli.output import Output
 from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
+from moh_lm.monitor.console import show_progress, styled
 from moh_lm.monitor.events import EventLog, Rows, complete_rows
 from moh_lm.monitor.head_map import colours
 from moh_lm.monitor.log import RunLog
@@ -133,7 +135,8 @@ def test_head_maps_of_all_and_of_each_source_are_in_tensorboard(two_ranks):
 def test_the_console_has_one_line_per_interval(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *SHORT, "--peak-tflops", "1e-3")
     (text,) = run_ranks(run_and_read_output, 1, flags, tmp_path)
-    head, *lines = [line for line in text.splitlines() if line.split()[0] == "step" or "/4 " in line]
+    steps = [line for line in text.splitlines() if line.split()[0] == "step" or "/4 " in line]
+    head, *lines = [line for line in steps if "validation" not in line]
     rows = [row for row in read_rows(tmp_path) if "loss" in row]
     assert len(lines) == len(rows) == 2
     for line, row in zip(lines, rows, strict=True):
@@ -146,6 +149,34 @@ def test_the_console_has_one_line_per_interval(data_dir, tmp_path):
         assert float(shown["MFU"].strip("%")) == pytest.approx(100 * row["runtime"]["mfu"]["dense"], abs=0.51)
         assert "\r" not in line and "\x1b" not in line
     assert max(len(line.replace(str(tmp_path), "")) for line in text.splitlines()) <= 80
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_colours_unless_no_color_is_set(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert styled("alarm", "warning") == "\x1b[33malarm\x1b[0m"
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert styled("alarm", "warning") == "alarm"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert styled("alarm", "warning") == "alarm"
+
+
+@pytest.mark.parametrize("stream, quiet, shown", [(Terminal, 11, True), (Terminal, 9, False), (io.StringIO, 11, False)])
+def test_a_quiet_terminal_shows_the_time_left(stream, quiet, shown, monkeypatch):
+    output = Output(stream())
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(output, "quiet_seconds", lambda: quiet)
+    show_progress(30, 100, first_step=10, seconds=60.0)
+    bar = output.getvalue()
+    assert ("30/100" in bar and "03:30" in bar) == shown == bool(bar)  # 20 steps took 60 s, so 70 take 210 s
 
 
 def run_and_read_output(flags, directory):

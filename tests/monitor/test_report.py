@@ -11,8 +11,9 @@ import pytest
 
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
-from moh_lm.monitor.report import page, pictures
+from moh_lm.monitor.report import page, pictures, tables
 from moh_lm.monitor.report.series import POINTS, RunRecord
+from tests.vision.cases import parsed
 from tools import run_report
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 8 --num-shared-heads 2 3 --num-active-routed-heads 2
@@ -108,7 +109,7 @@ def test_tokens_count_both_lengths_after_a_resume_changed_it(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     config, _ = parse_config([*FLAGS.split(), "--seq-length", "128", "--batch-tokens", "8K", "--train-iters", "2000"])
     (tmp_path / "run" / "config.json").write_text(json.dumps(config.to_dict()))
-    assert dict(page.summary(RunRecord(tmp_path / "run")))["tokens"] == "4M of 12M"
+    assert dict(tables.summary(RunRecord(tmp_path / "run")))["tokens"] == "4M of 12M"
 
 
 def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
@@ -119,14 +120,14 @@ def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
     record = RunRecord(tmp_path / "run")
     skipped = [event["step"] for event in record.standing_events() if event["event"] == "skipped"]
     assert skipped == [305, 950, 951]
-    rows = page.event_rows(record.events)[-3:]
+    rows = tables.event_rows(record.events)[-3:]
     assert [row[:3] for row in rows] == [("t901", 901, "skipped"), ("t900", 900, "resumed"), ("t950", 950, "skipped")]
     assert rows[2][3].startswith("2 steps up to step 951; the last: ")
 
 
 def test_the_facts_of_an_event_name_layer_0_too():
     event = {"time": "t", "event": "alarm over", "step": 3, "alarm": "gate drift", "layer": 0, "source": None}
-    assert page.facts_of(event) == "alarm: gate drift; layer: 0"
+    assert tables.facts_of(event) == "alarm: gate drift; layer: 0"
 
 
 def test_a_page_that_cannot_be_written_is_one_line(runs, capsys):
@@ -172,6 +173,62 @@ def test_runs_are_compared_by_what_differs(runs, tmp_path):
     assert "<td>hidden_size</td>" not in text
 
 
+def test_the_page_says_what_ran_where(runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "tiny" / "run")
+    started = {"step": 0, "event": "started", "device": "H200", "ranks": 2}
+    started |= {"versions": {"torch": "2.9"}, "commit": "ab1"}
+    odd = {**started, "versions": 3}  # which is left out
+    with open(tmp_path / "tiny" / "run" / "events.jsonl", "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in (started, odd))
+    record = RunRecord(tmp_path / "tiny" / "run")
+    assert tables.title(record) == "tiny: MoH with 4.6M parameters, 100,000 steps"
+    told = dict(tables.summary(record))
+    assert told["machine"] == "2 x H200" and told["software"] == "torch 2.9, commit ab1"
+    assert told["first started"] == "2026-01-01T00:00:00Z" and told["speed"] == "2,048 tokens/s"
+    assert told["held-out loss"] == "3.5000 after step 800 (nats per token)"
+
+
+@pytest.mark.parametrize(
+    "kind, flags, title, model",
+    [
+        ("vit", "--hidden-sizes 8 16 16 32 --depths 1 1 1 1 --num-attention-heads 2 4 4 8 --num-shared-heads 2 2 1 2 "
+         "--num-active-routed-heads 0 1 2 3", "small: ViT, MoH, 9 steps", "4 layers of 2 to 8 heads, width 8-16-16-32"),
+        ("dit", "--hidden-size 32 --num-layers 2 --num-attention-heads 4 --head-selection all",
+         "small: DiT, dense attention, 9 steps", "2 layers of 4 heads, width 32"),
+    ],
+)  # fmt: skip
+def test_an_image_model_has_a_page_too(kind, flags, title, model, tmp_path):
+    run = tmp_path / "small" / "run"
+    run.mkdir(parents=True)
+    config = parsed(kind, f"--train-iters 9 --batch-size 8 {flags}".split())
+    (run / "config.json").write_text(json.dumps(config.to_dict()))
+    rows = [training_record(step) | {"source_bits_per_byte": {}} for step in range(1, 10)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_report.main([str(run)]) == 0
+    text = (run / "report.html").read_text()
+    assert f"<h1>{title}</h1>" in text and f"<td>{model}</td>" in text
+
+
+def test_the_axis_leaves_out_what_was_before_the_training():
+    steps, values = np.arange(0, 101, 10), np.array([9.0, *np.linspace(4, 3, 10)])
+    curves = {"training": (steps, values, {}), "held out": (steps[:1], values[:1], {})}
+    (axis,) = pictures.lines(curves, "loss").axes
+    assert axis.get_ylim() == pytest.approx((2.95, 4.05))
+    (axis,) = pictures.lines({"held out": curves["held out"]}, "loss").axes  # a run that has only just begun
+    assert axis.get_ylim()[0] < 9 < axis.get_ylim()[1]
+
+
+def test_a_logarithmic_axis_has_more_than_one_label():
+    steps = np.arange(100)
+    for values, scale in ((np.linspace(0.5, 2, 100), "linear"), (np.geomspace(0.3, 9, 100), "log")):
+        figure = pictures.lines({"norm": (steps, values, {})}, "norm", logarithmic=True)
+        figure.draw_without_rendering()
+        (axis,) = figure.axes
+        low, high = axis.get_ylim()
+        inside = [tick for tick in axis.get_yticks() if low <= tick <= high]
+        assert axis.get_yscale() == scale and len(inside) >= 3
+
+
 def test_of_many_layers_a_few_are_named():
     of_layers = {layer: (np.arange(3), np.full(3, layer)) for layer in range(24)}
     (axis,) = pictures.lines(page.layer_lines(of_layers), "load").axes
@@ -202,18 +259,18 @@ def test_events_of_a_kind_are_one_line_of_a_picture_however_many():
 
 def test_many_alarms_of_a_kind_are_one_row_of_the_table():
     events = [{"event": "alarm", "alarm": "collapse", "step": n // 3, "layer": n % 3} for n in range(30)]
-    assert page.event_rows(events) == [("", 0, "alarm", "30 events up to step 9; the last: alarm: collapse; layer: 2")]
+    said = "30 events up to step 9; the last: alarm: collapse; layer: 2"
+    assert tables.event_rows(events) == [("", 0, "alarm", said)]
     several = [{"event": "alarm", "alarm": str(n % 2), "step": n} for n in range(1000)]
-    assert [row[1] for row in page.event_rows(several)] == list(range(700, 1000))
+    assert [row[1] for row in tables.event_rows(several)] == list(range(700, 1000))
 
 
 @pytest.mark.parametrize("name", ["_hidden", "a$b$c", "cost_$5", "x^2", r"\frac{1}{2}", "$\\nosuch$", "100%", "<&>"])
 def test_the_name_of_a_source_is_text(name):
     series = {name: (np.arange(3), np.ones(3), {}), f"{name}, held out": (np.arange(3), np.ones(3), {})}
-    for figure in (pictures.lines(series, "loss"), pictures.stack({name: (np.arange(3), np.ones(3))}, "seconds")):
-        root = xml.fromstring(pictures.svg(figure, "loss").replace("xlink:href", "href"))
-        texts = ["".join(element.itertext()).strip() for element in root.iter() if element.tag.endswith("text")]
-        assert name in [text.lstrip("\u200b") for text in texts]
+    root = xml.fromstring(pictures.svg(pictures.lines(series, "loss"), "loss").replace("xlink:href", "href"))
+    texts = ["".join(element.itertext()).strip() for element in root.iter() if element.tag.endswith("text")]
+    assert name in [text.lstrip("\u200b") for text in texts]
 
 
 ODD = {

@@ -53,7 +53,7 @@ def make_weights(model_config):
     return draw_zeros(model)
 
 
-def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32):
+def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32, imported=None):
     """A checkpoint of ``make_weights``, written by the ranks of this world as a training run would.
 
     With tensor parallelism each rank owns its slice of every parameter, else a range of the flattened parameter.
@@ -80,6 +80,7 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=3
         "optimizer_steps": STEP - 1,
         "router_shares": [[0.4, 0.6], [0.6, 0.75, 0.75, 0.9]],
         "data": {"segments": [{**segment, "seq_length": seq_length} for segment in SEGMENTS]},
+        **({"imported": imported} if imported else {}),
     }
     Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
 

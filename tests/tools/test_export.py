@@ -102,6 +102,7 @@ def test_the_configuration_has_llamas_keys_and_the_head_budgets(run, tmp_path, e
         "torch_dtype": "float32",
     }
     assert {key: config[key] for key in expected} == expected
+    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["padding_side"] == "left"
 
 
 def test_a_budget_that_tokens_keep_on_average_only_is_said_so():

@@ -74,7 +74,8 @@ def test_the_remote_configuration_has_the_defaults_of_the_table():
 
 def test_keys_that_say_nothing_are_left_out():
     values = keys.written(MODELS["plain"])
-    assert not {"routing_unit", "routing_top_p", "router_aux_loss_coef"} & values.keys()
+    assert not {"routing_unit", "routing_top_p", "load_balance_coefficient"} & values.keys()
+    assert values["routing"] == "sigmoid" and "two_stage" not in values and "two_stage" in keys.written(MODEL)
     assert not {entry.key for entry in keys.HEADS} & keys.written(MODELS["all"]).keys()
 
 

@@ -20,7 +20,7 @@ def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
     changes = {"head_selection": "all", "num_key_value_heads": 2, "tie_word_embeddings": tied, "head_dim": 12}
     model = make_model(kernels=attention, rope_parameters=rope, **changes)
     own = {"head_selection", "routing", "two_stage", "num_shared_heads", "num_active_routed_heads", "model_type"}
-    own |= {"output_router_gates", "output_router_logits", "router_aux_loss_coef", "rope_parameters"}
+    own |= {"output_router_gates", "balance_loss_weight", "load_balance_coefficient", "rope_parameters"}
     shape = {k: v for k, v in model.config.to_dict().items() if k not in own | {"architectures", "auto_map"}}
     llama = LlamaForCausalLM._from_config(LlamaConfig(**shape, rope_scaling=rope), attn_implementation=attention).eval()
     llama.load_state_dict(model.state_dict())

@@ -32,7 +32,7 @@ def test_a_run_learns_and_logs_each_interval_once(one_rank_run):
     assert min(abs(first["loss"] - value) for value in weighted) < 1e-12
 
 
-def test_tensorboard_holds_the_same_figures_and_the_head_load(one_rank_run):
+def test_tensorboard_holds_the_same_figures(one_rank_run):
     events = EventAccumulator(str(one_rank_run / "tensorboard"))
     events.Reload()
     by_step = {row["step"]: row for row in training_rows(one_rank_run)}
@@ -41,10 +41,7 @@ def test_tensorboard_holds_the_same_figures_and_the_head_load(one_rank_run):
     for key, tag in tags.items():
         got = {scalar.step: scalar.value for scalar in events.Scalars(tag)}
         assert got == pytest.approx({step: row[key] for step, row in by_step.items()}, rel=1e-6)
-    for layer in range(2):
-        tag = f"routed_heads/layer_{layer:02d}/load_head"
-        loads = [events.Scalars(f"{tag}_{head:02d}")[0].value for head in range(4, 8)]
-        assert sum(loads) == pytest.approx(2, rel=1e-6)  # K of the routed heads for every token
+    assert not any("load_head" in tag for tag in events.Tags()["scalars"])  # a card for each would be hundreds
 
 
 @pytest.mark.parametrize("world_size, more", [(1, ()), (2, ()), (2, ("--precision", "bf16")), (1, ("--recompute",))])

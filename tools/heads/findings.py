@@ -14,7 +14,7 @@
                    induction        prefix matching of at least 0.4 (Olsson et al. 2022 give scores and no threshold;
                                     0.4 is that of TransformerLens' tutorials)
                    rare-token       at least half of the queries (more than half in Voita et al. 2019)
-                   none             (no measure: too few tokens use the head)
+                   none             (no clear pattern, or no measure: too few tokens use the head)
                    unused           no token uses the head
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 
 POSITIONAL, WEIGHT, INDUCTION, RARE = 0.9, 0.8, 0.4, 0.5
 CLASSES = ("previous-token", "positional", "induction", "rare-token", "none", "unused")
+SHOWN = {"none": "no clear pattern"}  # names of classes for a reader, where they differ
 SPAN = 32  # tokens of an excerpt
 
 
@@ -51,6 +52,11 @@ def classes_of(measures):
         ]
         for layer in range(len(used))
     ]
+
+
+def shown(name):
+    """The name of a class, for a reader."""
+    return SHOWN.get(name, name)
 
 
 def used_heads(measures):

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from moh_lm.monitor.report.page import template_beside
+from moh_lm.monitor.report.series import name_of
 from tools.heads import ablation, changes, findings, gates, measures, syntax
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
@@ -24,6 +25,8 @@ def page(report, pictures, decode):
     return template.render(
         report={"ablation": None, "syntax": None, "changes": None, **report},
         pictures=pictures,
+        name=name_of(report["model"]),
+        shown=findings.shown,
         picture_of=picture_of,
         newline=NEWLINE,
         heads=list(range(len(report["class"][0]))),
@@ -96,7 +99,7 @@ def syntax_rows(relations):
 
 def summary(report):
     classes = [name for row in report["class"] for name in row]
-    counted = [f"{classes.count(name)} {name}" for name in findings.CLASSES if name in classes]
+    counted = [f"{classes.count(name)} {findings.shown(name)}" for name in findings.CLASSES if name in classes]
     dropped = [
         f"{domain['name']}: {count} {reason}"
         for domain in report["domains"]
@@ -108,8 +111,14 @@ def summary(report):
 def routed_rows(report):
     kinds, loads, similarity = report["kind"], report["load"], report["similarity"]
     layers = [layer for layer, of in enumerate(kinds) if "routed" in of]
+    heads = [head for head, of in enumerate(zip(*kinds, strict=True)) if "routed" in of]
     return {
-        "load_rows": [[layer, name, *map(percent, load[layer])] for layer in layers for name, load in loads.items()],
+        "load_heads": heads,
+        "load_rows": [
+            [layer, name, *(percent(load[layer][head]) if kinds[layer][head] == "routed" else "" for head in heads)]
+            for layer in layers
+            for name, load in loads.items()
+        ],
         "similarity_rows": [[a, *(number(similarity[a][b]) for b in similarity)] for a in similarity],
     }
 
@@ -128,8 +137,12 @@ def class_rows(classes):
     for name in findings.CLASSES:
         places = [f"{i}.{j}" for i, row in enumerate(classes) for j, found in enumerate(row) if found == name]
         more = ["..."] if len(places) > MOST_PLACES else []
-        rows.append([name, len(places), ", ".join(places[:MOST_PLACES] + more)])
+        rows.append([findings.shown(name), len(places), ", ".join(places[:MOST_PLACES] + more)])
     return rows
+
+
+def load_of_routed(kinds, load):
+    return lambda i, j: percent(load[i][j]) if kinds[i][j] == "routed" else ""
 
 
 def head_columns(report):
@@ -144,7 +157,7 @@ def head_columns(report):
     columns = {
         "head": lambda i, j: f"{i}.{j}",
         "kind": of(report["kind"], str),
-        "class": of(report["class"], str),
+        "class": of(report["class"], findings.shown),
         "offset": of(report["offset"], lambda offset: offset if offset >= 0 else ""),
         "at it %": of(report["offset_share"], percent),
         **{key: of(report[key]) for key in ("previous", "second", "first", "prefix")},
@@ -155,7 +168,7 @@ def head_columns(report):
     }
     if report["routed"]:
         columns["bits"] = of(report["specialisation"], fine)
-        columns |= {f"load % {name}": of(load, percent) for name, load in report["load"].items()}
+        columns |= {f"load % {name}": load_of_routed(report["kind"], load) for name, load in report["load"].items()}
         columns |= {f"gate {name}": of(gate) for name, gate in report["gate"].items()}
     if "changes" in report:
         columns["change %"] = of(report["changes"]["head"], percent)

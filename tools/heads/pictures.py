@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from PIL import Image
 
+from tools.heads.findings import shown
+
 WIDTH, DOTS = 4.0, 180
 INKS = {"light": ("#1c1f23", "#ffffff"), "dark": ("#d8dce2", "#16181c")}  # of text, of the page
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
@@ -81,7 +83,7 @@ def class_map(classes, every, kinds):
     axis.set_xlabel("head")
     present = sorted(set(codes.flatten().tolist()))
     edge = {"edgecolor": rcParams["text.color"], "linewidth": 0.4}
-    patches = [Patch(facecolor=colours(code), label=every[code], **edge) for code in present]
+    patches = [Patch(facecolor=colours(code), label=shown(every[code]), **edge) for code in present]
     figure.legend(handles=patches, loc="outside lower center", ncols=3)
     return figure
 

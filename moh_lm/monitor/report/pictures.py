@@ -10,6 +10,7 @@ import re
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 INK = "#010203"  # replaced by the colour of the page's text
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#b8a020", "#30a0c0", "#aa3377", "#8a8a8a")
@@ -18,9 +19,9 @@ MARKS = {  # events that are drawn into the curves
     "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
     "routing changed": "#4477aa", "loss changed": "#4477aa", "training changed": "#4477aa",
 }  # fmt: skip
-SIZE = (5.2, 3.1)  # inches
+SIZE, WIDE = (5.2, 3.1), 11  # inches; the width of a picture that has a line of the page to itself
 COLUMNS = 800  # of the map of loads, and places of marks
-FEW = 20  # points of a curve that are all shown
+DECADE = 10  # from which ratio of its values on a logarithmic axis says more than a linear one
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "moh-lm", "font.size": 9, "font.family": "sans-serif", "text.color": INK,
     "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -32,48 +33,43 @@ STYLE = {
 def lines(series, label, marks=(), logarithmic=False, floor=None):
     """A ``Figure``. series: {name: (steps, values, style)}, style of matplotlib's plot. marks: (step, event) pairs.
 
-    floor: the lowest value of the axis. The first twentieth of a curve of many points does not stretch it upwards.
+    logarithmic: the axis may be, where its values need it. floor: the lowest value of the axis. What a curve has in the
+    first twentieth of the steps, such as the loss before training, does not stretch the axis upwards.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axis = figure.subplots()
-        last = max((steps[-1] for steps, values, _ in series.values() if len(values)), default=0) or 1
+        drawn = [(steps, values) for steps, values, _ in series.values() if len(values)]
+        last = max((steps[-1] for steps, _ in drawn), default=0) or 1
         for index, (name, (steps, values, style)) in enumerate(series.items()):
             usual = {"color": COLOURS[index % len(COLOURS)], "marker": "o" if len(values) == 1 else None}
-            usual["label"] = legible(name)
-            axis.plot(steps, values, clip_on=len(values) > FEW, **usual | style)
+            axis.plot(steps, values, **{**usual, "label": legible(name), **style})
         mark(axis, marks, last)
-        late = [values[steps > last / 20] if len(values) > FEW else values for steps, values, _ in series.values()]
-        late = np.concatenate([values for values in late if len(values)] or [np.zeros(1)])
-        if logarithmic and late.min() > 0:
+        low = min((values.min() for _, values in drawn), default=0)
+        late = [values[steps > last / 20] for steps, values in drawn if steps[-1] > last / 20]
+        high = max((values.max() for values in late or [values for _, values in drawn]), default=0)
+        if logarithmic and 0 < low * DECADE < high:
             axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.yaxis.set_minor_locator(NullLocator())
         else:
-            space = 0.05 * (late.max() - late.min()) or 0.05
-            axis.set_ylim(late.min() - space if floor is None else floor, late.max() + space)
-        axis.set_xlim(0, last)
+            space = 0.05 * abs(high - low) or 0.05
+            axis.set_ylim(low - space if floor is None else floor, high + space)
+        axis.set_xlim(-0.01 * last, 1.01 * last)
         frame(figure, axis, label)
     return figure
 
 
-def stack(series, label):
-    """A ``Figure`` of shares of a whole. series: {name: (steps, values)} with the same steps."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axis = figure.subplots()
-        steps = next(iter(series.values()))[0]
-        labels, values = map(legible, series), [values for _, values in series.values()]
-        axis.stackplot(steps, values, labels=list(labels), colors=COLOURS, alpha=0.8)
-        axis.set(xlim=(0, steps[-1]), ylim=(0, None))
-        frame(figure, axis, label)
-    return figure
+def load_map(loads, fair=()):
+    """A ``Figure``: a band for each layer, a row for each routed head, steps to the right. loads: of ``RunRecord``.
 
-
-def load_map(loads):
-    """A ``Figure``: a band for each layer, a row for each routed head, steps to the right. loads: of ``RunRecord``."""
+    fair: loads that the scale marks, those of heads that are all used alike.
+    """
     heights = [values.shape[1] for _, values in loads.values()]
     most = max(values.max() for _, values in loads.values())
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE[0], min(9, 0.8 + 0.35 * len(loads) + 0.06 * sum(heights))), layout="constrained")
+        figure = Figure(figsize=(WIDE, min(9, 1 + 0.35 * len(loads) + 0.06 * sum(heights))), layout="constrained")
         axes = figure.subplots(len(loads), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
         for axis, (layer, (steps, values)) in zip(axes, loads.items(), strict=True):
             extent = (0, steps[-1], values.shape[1] - 0.5, -0.5)
@@ -84,8 +80,10 @@ def load_map(loads):
             axis.set_ylabel(str(layer), rotation=0, ha="right", va="center")
         axes[-1].set_xlabel("step")
         figure.supylabel("layer, and its routed heads", fontsize=9)
-        bar = figure.colorbar(image, ax=list(axes), location="top", fraction=0.04, pad=0.02, aspect=50)
-        bar.set_label("share of the tokens that select the head")
+        bar = figure.colorbar(image, ax=list(axes), location="top", fraction=0.04, pad=0.02, aspect=80)
+        for share in fair:
+            bar.ax.axvline(share, color="#ee6677", linewidth=2)
+        bar.set_label("share of the tokens that select the head" + "; red: the fair share" * bool(fair))
     return figure
 
 

@@ -18,7 +18,7 @@ from moh_lm.monitor.record import rounded
 POINTS = 400
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # of a row that is none
 HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md defines them
-    "entropy": "Entropy of the load",
+    "entropy": "Entropy of the load (1: all heads are used alike)",
     "unused": "Share of unused heads",
     "a1": "a1, weight of the shared heads; a2 is the rest",
     "gate_rms": "RMS of the gates",
@@ -35,12 +35,13 @@ class RunRecord:
 
     def __init__(self, directory, config_type=Config):
         self.directory = Path(directory)
-        self.name = self.directory.resolve().name
+        self.name = name_of(self.directory)
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
         self.config = config_type.load(self.directory / "config.json")
         if self.config.run.train_iters is None:
             raise ConfigError([f"{directory}/config.json: has no train_iters; give the directory of a run"])
+        self.traces = sorted((self.directory / "profile").glob("steps-*"))
         self.left_out = {}  # {file: rows that could not be read}
         self.events = self.rows_of("events.jsonl", check_event)
         rows = self.rows_of("metrics.jsonl", check_counts)
@@ -54,7 +55,7 @@ class RunRecord:
         self.curves |= curves | self.read(accuracy_curves, scores)[0]
         self.head_figures |= self.read(sink_curves, [row for row in evaluations if "sink" in row])[0]
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
-        self.last_evaluation = evaluations[-1] if evaluations else None
+        self.first_evaluation, self.last_evaluation = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
         self.seconds = training_seconds(training, self.tokens_of_parent(training))
         self.last_row = training[-1] if training else {"step": 0, "tokens": 0}
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
@@ -77,6 +78,11 @@ class RunRecord:
         if len(kept) < len(found):
             self.left_out[name] = self.left_out.get(name, 0) + len(found) - len(kept)
         return kept
+
+    @property
+    def started(self):
+        """The facts of the last start: device, ranks, versions; {} if it left none."""
+        return next((event for event in reversed(self.events) if event["event"] == "started"), {})
 
     @property
     def state(self):
@@ -121,6 +127,14 @@ class RunRecord:
         return " \\\n  ".join(words)
 
 
+def name_of(directory):
+    """What the run or the export in a directory is called: its last name, or that of OUT in a quickstart's OUT/run."""
+    path = Path(directory).resolve()
+    if path.parent.name == "checkpoints":
+        return f"{name_of(path.parents[1])}, {path.name}"
+    return path.parent.name if path.name in ("run", "hf") else path.name
+
+
 def written(value, quote=str):
     """A value of the configuration as text; ``quote``: for each word, such as shlex.quote."""
     if isinstance(value, list | tuple):
@@ -141,6 +155,9 @@ def takes(function, value):
 def check_event(row):
     if not isinstance(row["event"], str):
         raise TypeError
+    if row["event"] == "started":
+        row["device"] + "".join(row["versions"].values()) + row.get("commit", "")
+        range(row["ranks"])
     rounded(row)  # which is too deep for some
 
 
@@ -182,6 +199,8 @@ def training_curves(groups):
             curves[name + source] = curve(groups, lambda row, g=group, s=source: row[g].get(s))
     for part in ("data", "forward_backward", "optimizer", "save"):
         curves[f"seconds/{part}"] = curve(groups, lambda row, part=part: row["runtime"]["seconds"].get(part))
+    for key in ("median", "seconds"):
+        curves[f"rank/{key}"] = curve(groups, lambda row, key=key: row["runtime"].get("slowest_rank", {}).get(key))
     return curves
 
 

@@ -1,6 +1,7 @@
 """tools/evaluate.py: the harness scores an export as the trainer's own model and SentencePiece do."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -226,6 +227,32 @@ def test_wrong_arguments_and_files_are_one_line_each(model, data, tmp_path, caps
         errors = capsys.readouterr().err.splitlines()
         assert len(errors) == len(messages), errors
         assert all(message in error for message, error in zip(messages, errors, strict=True)), errors
+
+
+def test_python_of_a_model_is_run_only_where_it_is_trusted(model, data, result, tmp_path, capsys):
+    copy, mark = shutil.copytree(model, tmp_path / "copy"), tmp_path / "ran"
+    given = ["--suite", "llm6", "--data", data, "--tasks", "sciq", "--limit", 1, "--device", "cpu"]
+    code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
+    (copy / "modeling_moh.py").write_text(code + (model / "modeling_moh.py").read_text())
+    for compared in ([], ["--compare", copy]):
+        assert exit_code(evaluate, "--model", model if compared else copy, *given, *compared) == 2
+        error = capsys.readouterr().err
+        assert "copy: differs from the code of this installation in modeling_moh.py, which is not run" in error
+    assert not mark.exists()
+    assert exit_code(evaluate, "--model", model, *given, "--compare", copy, "--trust-code") == 0
+    assert mark.exists()
+    first, _, second, *_ = capsys.readouterr().out.splitlines()[1:]
+    assert first.split()[1:] == second.split()[1:]  # the same scores, by whichever copy of the code
+
+
+def test_code_of_a_tokenizer_is_not_run_unasked(model, data, tmp_path, capsys):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (copy / "tokenizer_config.json").write_text(json.dumps(named))
+    given = ["--suite", "llm6", "--data", data, "--tasks", "sciq", "--limit", 1, "--device", "cpu"]
+    assert exit_code(evaluate, "--model", copy, *given) == 2
+    error = capsys.readouterr().err
+    assert "needs Python files of its own, which are not run; read them, and add --trust-code" in error
 
 
 def test_an_answer_longer_than_the_models_sequences_is_refused(model, data, tmp_path, capsys):

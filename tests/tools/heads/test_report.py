@@ -63,9 +63,9 @@ def test_the_page_stands_alone_and_shows_heads_json(tools, head_tool, run, corpu
     assert report["active"] == 3 and list(report["load"]) == ["a<b>&c", "first", "second"]
     for load in report["load"].values():
         assert sum(load[0]) == pytest.approx(3, abs=1e-4) and load[0][:2] == [1, 1]
-        for row in load:
-            cells = "".join(f"<td>{100 * value:.1f}</td>" for value in row)
-            assert cells in page
+        for row, kinds in zip(load, report["kind"], strict=True):
+            shown = [f"{100 * value:.1f}" if kind == "routed" else "" for value, kind in zip(row, kinds, strict=True)]
+            assert "".join(f"<td>{value}</td>" for value in shown) in page
     assert report["similarity"]["first"]["first"] is not None and report["specialisation"][0][0] is None
     assert report["ablation"]["tokens"] == 64 and len(report["most"]) == 5 and len(report["least"]) == 1
     assert list(report["syntax"]) == ["nsubj dependent"] and report["syntax"]["nsubj dependent"]["pairs"] == 31

@@ -13,7 +13,9 @@ except ImportError:  # it comes with transformers
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 OF_EXPORTS = ["*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.py"]  # files that differ among exports
-FILES = ["*.json", "*.safetensors", "tokenizer.model", "original/tokenizer.model"]  # of a model that is imported
+FILES = [  # of a model that is imported
+    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "original/tokenizer.model",
+]  # fmt: skip
 
 
 class UploadError(Exception):

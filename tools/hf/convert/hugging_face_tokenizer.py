@@ -1,15 +1,15 @@
 """A tokenizer of Hugging Face that a model was trained with -> the files of its export, equal in ids.
 
-See tokenizer_json.py: nothing is added to a text, special tokens that are spelled out in it stay text,
-and EOS is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a special token whose
-name says that it has no other use; else there is none.
+See tokenizer_json.py: nothing is added to a text, special tokens that are spelled out in it stay text, and EOS, which
+ends documents of the data, is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a
+special token whose name says that it has no other use; else there is none.
 """
 
 import re
 from pathlib import Path
 
 from moh_lm.data.files import read_json
-from moh_lm.data.hugging_face_model import HuggingFaceModel
+from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel
 from tools.hf.convert.tokenizer_json import config_with, write_files
 
 
@@ -21,6 +21,7 @@ def write_tokenizer(step, directory, max_length):
     model = HuggingFaceModel(step)
     tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
     named = {name: config.get(f"{name}_token") for name in ("eos", "pad", "unk")}
+    named["eos"] = config.get(DOCUMENT_END, named["eos"])
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
     tokens["bos"] = tokens["eos"]
     tokens = {name: token for name, token in tokens.items() if model.tokenizer.token_to_id(token) is not None}

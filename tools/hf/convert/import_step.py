@@ -52,7 +52,8 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     final = run / "checkpoints" / "step-0"
     temporary = final.with_name("step-0.tmp")
     # A run that finds this, and no step, does not start from weights drawn at random.
-    EventLog(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **facts)
+    told = {key: value for key, value in facts.items() if key != "tokenizer"}  # which may be long
+    EventLog(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **told)
     try:
         remove_leftovers(final.parent)
         temporary.mkdir(parents=True)

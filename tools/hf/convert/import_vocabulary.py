@@ -26,6 +26,7 @@ from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import model_files
 from tools.hf.convert.import_config import fits
 from tools.hf.convert.import_weights import EMBEDDING
+from tools.hf.convert.source_tokenizer import cleaned
 
 NOISE = 0.01
 ROWS = 1024  # new rows made at once
@@ -54,7 +55,16 @@ def read_tokenizer(path, vocab_size, named):
     if size > vocab_size:
         remedy = f"give --extend-vocab {size}"
         raise ConfigError([f"{named} {path}: has {size} tokens, and the model {vocab_size} rows for them; {remedy}"])
-    return {name: file.read_bytes() for name, file in model_files(path).items()}
+    return {name: without_code(file) for name, file in model_files(path).items()}
+
+
+def without_code(file):
+    """The bytes of a file of a tokenizer; its tokenizer_config.json names no Python code."""
+    content = file.read_bytes()
+    try:
+        return cleaned(content, {}) if file.name == TOKENIZER_FILES[2] else content
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError([f"{file}: cannot be read ({error}); fix it, or remove it"]) from error
 
 
 def size_of(path):
@@ -144,7 +154,7 @@ def find_tokenizers(arguments, vocab_size):
     if new:
         return old, new, read_tokenizer(new, vocab_size, named)
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
-    return old, new, {path.name: path.read_bytes() for path in kept}
+    return old, new, {path.name: without_code(path) for path in kept}
 
 
 def token_ids(directory, values):

@@ -8,7 +8,7 @@ A model with all heads is a Llama, or with one window in all layers a Mistral; a
 
 from typing import NamedTuple
 
-from moh_lm.config import BUDGETS, HeadsConfig, ModelConfig
+from moh_lm.config import BUDGETS, TWO_STAGE, HeadsConfig, ModelConfig
 from moh_lm.config.model import OF_LAYERS
 from moh_lm.model.rotary import NEEDS
 
@@ -65,7 +65,7 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("routing_dtype", "routing_dtype", "fp32"),
     Key("routing_top_p", "routing_top_p", None),
     Key("load_balance_bias_rate", "load_balance_bias_rate", 0.0),
-    Key("router_aux_loss_coef", "load_balance_coefficient", 0.01),
+    Key("load_balance_coefficient", "load_balance_coefficient", 0.01),  # not what fine-tuning adds, which is nothing
 )
 ROPE = (  # inside of rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)
     Key("rope_theta", "rope_theta"),
@@ -116,6 +116,8 @@ def written(model):
     if of_model.head_selection == "static":  # it may follow the flags of a mixture, whose router it has not
         of_model = HeadsConfig(**{key: getattr(of_model, key) for key in ("head_selection", *BUDGETS)})
     heads = {entry: getattr(of_model, entry.field) for entry in HEADS}
+    if of_model.routing not in TWO_STAGE:
+        heads = {entry: value for entry, value in heads.items() if entry.key != "two_stage"}
     return keys | {entry.key: value for entry, value in heads.items() if value != entry.absent}
 
 

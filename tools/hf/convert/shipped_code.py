@@ -8,6 +8,8 @@ there.
 import importlib
 import shutil
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from uuid import uuid4
@@ -21,6 +23,7 @@ LANGUAGE = (
     "modeling_moh.py",
     "moh_attention.py",
     "moh_gates.py",
+    "moh_layer.py",
     "moh_own_keys.py",
     "moh_positions.py",
     "moh_rotary.py",
@@ -47,3 +50,21 @@ def import_code(directory, name):
         return importlib.import_module(f"{package.__name__}.{name}")
     finally:
         sys.dont_write_bytecode = before
+
+
+def foreign_code(directory):
+    """Names of the Python files in the export of a language model that are not those of this installation."""
+    own = {name: FORMULAS.get(name, REMOTE / name).read_bytes() for name in LANGUAGE}
+    return sorted(path.name for path in directory.glob("*.py") if path.read_bytes() != own.get(path.name))
+
+
+@cache
+def use_own_code():
+    """Have transformers load exports of language models with the code of this installation, and not with their own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as scratch:
+        write_code(LANGUAGE, Path(scratch))
+        code = import_code(Path(scratch), "modeling_moh")
+    AutoConfig.register("moh_llama", code.MoHLlamaConfig)
+    AutoModelForCausalLM.register(code.MoHLlamaConfig, code.MoHLlamaForCausalLM)

@@ -6,8 +6,8 @@ Hugging Face is needed. The class is PreTrainedTokenizerFast: LlamaTokenizer wou
 The tokenizer gives the ids that the model was trained on:
 - nothing is added: training puts EOS after each document and BOS nowhere. A document begins after the EOS of the one
   before it, so EOS is also declared as the BOS token that evaluation and generation put before an empty context.
-- batches are padded by the model's padding piece, or else by the one of unknown text. EOS does not serve: collators of
-  training leave padding out of the loss, and the model would forget to end.
+- batches are padded on the left, by the model's padding piece, or else by the one of unknown text. EOS does not serve:
+  collators of training leave padding out of the loss, and the model would forget to end.
 - ``split_special_tokens``: the text ``</s>`` in a document is encoded as text, as by SentencePiece, and never as EOS.
 
 BPE and unigram models are read. Ids can differ only for: a text that is one user-defined symbol and nothing else; in a
@@ -100,6 +100,7 @@ def config_with(tokens, max_length):
         "add_eos_token": False,
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
         "model_max_length": max_length,
         "model_input_names": ["input_ids", "attention_mask"],
     }

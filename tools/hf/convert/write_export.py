@@ -17,6 +17,7 @@ from tools.hf.convert.export_files import ExportError, plan_shards
 from tools.hf.convert.keys import ARCHITECTURES, model_type, written
 from tools.hf.convert.model_card import model_card
 from tools.hf.convert.shipped_code import LANGUAGE, write_code
+from tools.hf.convert.source_tokenizer import cleaned, restore
 from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
 AUTO_MAP = {
@@ -30,11 +31,15 @@ AUTO_MAP = {
 def write_export(step, config, dtype, arguments, directory, stock=None):
     """Write every file of the export; returns the number of parameters. stock: see stock_classes.py, or None."""
     state, tokenizer = read_json(step / "state.json"), tokenizer_of_data(step)
-    if tokenizer:
-        special = export_tokenizer(tokenizer, directory, config.run.seq_length)
+    imported = state.get("imported", {})
+    length = max(config.run.seq_length, imported.get("max_position_embeddings", 0))
+    if not tokenizer:
+        special = copy_tokenizer(step, imported, directory)
     else:
-        special = copy_tokenizer(step, state, directory)
-    write_json(directory / "config.json", hugging_face_config(config, dtype, special, stock))
+        special = export_tokenizer(tokenizer, directory, length)
+        if source := imported.get("tokenizer"):
+            special = restore(directory, source, imported["token_ids"], special)
+    write_json(directory / "config.json", hugging_face_config(config.model, length, dtype, special, stock))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time
         eos = ids["eos_token_id"]
@@ -60,13 +65,16 @@ def tokenizer_of_data(step):
     return None if of_source else path
 
 
-def copy_tokenizer(step, state, directory):
+def copy_tokenizer(step, imported, directory):
     """Copy what an import has kept of its source's tokenizer, in the step or in step 0; returns its special ids."""
-    special, place = state.get("imported", {}).get("token_ids", {}), step
+    special, place = imported.get("token_ids", {}), step
     if not tokenizer_files(step):
         place = step.with_name("step-0")
+    chat = {key: value for key, value in imported.get("tokenizer", {}).items() if key == "chat_template"}
     for path in tokenizer_files(place):
-        shutil.copyfile(path, directory / path.name)
+        content = path.read_bytes()
+        content = cleaned(content, chat) if path.name == "tokenizer_config.json" else content
+        (directory / path.name).write_bytes(content)
     named = named_ids(place) if (place / "tokenizer_config.json").is_file() else {}
     return named | {name: index for name, index in special.items() if index is not None}
 
@@ -87,16 +95,17 @@ def export_tokenizer(model, directory, max_length):
     return special_ids(proto)
 
 
-def hugging_face_config(config, dtype, special, stock=None):
-    """Content of config.json. special: ids of the special tokens, see ``special_ids``. stock: see ``write_export``."""
-    kind = model_type(config.model)
+def hugging_face_config(model, length, dtype, special, stock=None):
+    """Content of config.json. length: of the longest sequence. special: ids of the special tokens, see ``special_ids``.
+    stock: see ``write_export``."""
+    kind = model_type(model)
     described = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
-    described |= ({"auto_map": AUTO_MAP} if is_ours(config.model) else {}) | written(config.model)
+    described |= ({"auto_map": AUTO_MAP} if is_ours(model) else {}) | written(model)
     if stock:
         described = {"architectures": [stock.architecture], "model_type": stock.model_type, **stock.config()}
     return {
         **described,
-        "max_position_embeddings": config.run.seq_length,
+        "max_position_embeddings": length,
         "initializer_range": INIT_STD,
         "use_cache": True,
         **{f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")},

@@ -38,7 +38,8 @@ The keys are those of ``LlamaConfig`` and these:
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
 ``partial_rotary_factor`` in ``rope_parameters`` is the share of a head's features, its first ones, that turn.
-``output_router_gates``, ``output_router_logits`` and ``router_aux_loss_coef`` are told in modeling_moh.py.
+modeling_moh.py describes ``output_router_gates`` and ``balance_loss_weight``. ``load_balance_coefficient`` is the
+weight that the balance loss had in the trainer, for tools/import_hf.py; nothing here reads it.
 """
 
 from transformers import PretrainedConfig
@@ -96,8 +97,8 @@ DEFAULTS = {  # of the keys that are kept as they are
     "post_norm": False,
     "load_balance_bias_rate": 0.0,
     "output_router_gates": False,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.01,
+    "balance_loss_weight": 0.0,
+    "load_balance_coefficient": 0.01,
 }
 
 

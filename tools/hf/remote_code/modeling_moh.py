@@ -6,29 +6,29 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
 moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py selects heads and has the
 balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py the rotary embedding, moh_positions.py the
-masks, moh_own_keys.py the heads that keep their own tokens. moh_gates.py and moh_rotary.py are files of the trainer.
+masks, moh_layer.py the blocks, moh_own_keys.py the heads that keep their own tokens. moh_gates.py and moh_rotary.py are
+files of the trainer.
 
-Each of these, as an argument or in the configuration, adds to the outputs:
+Each of these arguments adds to the outputs; the first can be set in the configuration too:
 
     output_router_gates   router_gates, the g_i of every layer in fp32 [b, s, h], and router_selections, the heads that
                           a token uses, bool [b, s, h]: a gate can underflow to 0 and its head be selected all the same
     output_router_logits  router_logits, the scores of the routed heads [b, s, E] of every layer that has some, and
-                          aux_loss, their load-balance loss; with labels, router_aux_loss_coef times aux_loss is added
-                          to the loss, as in training:
+                          aux_loss, their load-balance loss L_b, the mean over the sequences and the layers
 
-    L = L_task + beta * (mean of L_b over the sequences and the layers)             (Eq. 8)
+With labels and a ``balance_loss_weight`` beta in the configuration, the loss is that of training:
+
+    L = L_task + beta * L_b                                                         (Eq. 8)
 
 Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size. Names of arguments and attributes follow
 the transformers interface, which vLLM's Transformers backend reads.
 """
 
 import copy
-import functools
 import inspect
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -39,9 +39,11 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from .configuration_moh import MoHLlamaConfig
 from .moh_attention import MoHLlamaContextualPositions, MoHLlamaRMSNorm, attention_kind
+from .moh_layer import MoHLlamaDecoderLayer
 from .moh_own_keys import (
     DynamicLayer,
     OwnKeysLayer,
@@ -50,50 +52,12 @@ from .moh_own_keys import (
     StaticLayer,
     can_keep_less,
 )
-from .moh_positions import MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
+from .moh_positions import COUNT_SLOTS, MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
 from .moh_router import MoHLlamaRouter, load_balance_loss
 
 CACHE_FIELDS = {"cache", "past_key_values"}  # the names since transformers 5.24, and before
 (CACHE,) = CACHE_FIELDS & {*BaseModelOutputWithPast.__dataclass_fields__}
 CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
-
-
-class MoHLlamaMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class MoHLlamaDecoderLayer(nn.Module):
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.self_attn = attention_kind(config)(config, layer_idx)
-        self.mlp = MoHLlamaMLP(config)
-        self.post_norm = config.post_norm
-        if self.post_norm:
-            self.post_feedforward_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        else:
-            self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, hidden_states, output_details=False, **kwargs):
-        """hidden_states [b, s, d] -> [b, s, d]; with details, a tuple of it and what the attention returns besides."""
-        if self.post_norm:
-            attended, *details = self.self_attn(hidden_states, **kwargs)
-            hidden_states = hidden_states + self.post_attention_layernorm(attended)
-            hidden_states = hidden_states + self.post_feedforward_layernorm(self.mlp(hidden_states))
-        else:
-            attended, *details = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-            hidden_states = hidden_states + attended
-            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return (hidden_states, *details) if output_details else hidden_states
 
 
 class MoHLlamaPreTrainedModel(PreTrainedModel):
@@ -107,6 +71,7 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _supports_cache_class = True  # read by transformers before 4.57, as the next one
     _supports_static_cache = True
+    _can_compile_fullgraph = True
 
     def _init_weights(self, module):
         std = self.config.initializer_range
@@ -183,6 +148,17 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embed_tokens = value
 
+    def masks(self, hidden_states, attention_mask, cache, cache_position, position_ids):
+        """{window: the mask of layers with that window}. attention_mask: of the padding, or masks that are made."""
+        windows = {*self.config.layer_windows}
+        if not isinstance(attention_mask, dict):
+            seen = self.config_of_masks or self.config, hidden_states, attention_mask, cache, cache_position
+            return {window: causal_mask(*seen, position_ids, window) for window in windows}
+        if windows == {*attention_mask}:
+            return attention_mask
+        kinds = {window: "sliding_attention" if window else "full_attention" for window in windows}
+        return {window: attention_mask[kind] for window, kind in kinds.items()}  # of continuous batching
+
     def keep_own_keys(self, cache, attention_mask, length, output_attentions):
         """Have the layers of a cache that is empty keep what heads use only, but where attention weights are
         asked for. -> Which of the last ``length`` tokens are no padding, bool [b, length], or None for all."""
@@ -196,7 +172,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             own = self.layers[index].self_attn
             if own.own_keys and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own.head_dim):
                 cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
-        simple = attention_mask is None or attention_mask.dim() == 2
+        padding = of_padding(attention_mask)
+        simple = attention_mask is None or padding is not None
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
         plain = plain and not output_attentions and not getattr(cache, "offloading", False)
         if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
@@ -204,12 +181,12 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             for index, layer in enumerate(self.layers):
                 if layer.self_attn.own_keys and type(cache.layers[index]) is DynamicLayer:
                     cache.layers[index] = OwnKeysLayer()
-        return attention_mask[:, -length:].bool() if simple and attention_mask is not None else None
+        return None if padding is None else padding[:, -length:].bool()
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
         use_cache=None, output_attentions=None, output_hidden_states=None, output_router_gates=None,
-        output_router_logits=None, return_dict=None, cache_position=None, cache=None, **kwargs,
+        output_router_logits=False, return_dict=None, cache_position=None, cache=None, **kwargs,
     ):  # fmt: skip
         """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -222,16 +199,15 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_router_gates = config.output_router_gates if output_router_gates is None else output_router_gates
-        output_router_logits = config.output_router_logits if output_router_logits is None else output_router_logits
         use_cache = config.use_cache if use_cache is None else use_cache
-        if output_attentions and self.config._attn_implementation != "eager":
+        if output_attentions and self.config._attn_implementation != "eager":  # others would give None for them
             raise ValueError("output_attentions: load the model with attn_implementation='eager'")
-        recompute = self.gradient_checkpointing and self.training
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if use_cache and past_key_values is None and not recompute:  # a layer computed again would cache its keys twice
             past_key_values = DynamicCache(**({"config": config} if "config" in CACHE_ARGUMENTS else {}))
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if cache_position is None:
+        if cache_position is None and (position_ids is None or COUNT_SLOTS):  # else a cache need not know its length
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             cache_position = torch.arange(x.shape[1], device=x.device) + past
         if position_ids is None:
@@ -239,19 +215,18 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         first_stage = not isinstance(self.layers[0], nn.Identity)  # vLLM has one for each layer of other stages
         if self.embed_positions is not None and first_stage:
             x = x + self.embed_positions(position_ids)
-        seen = (self.config_of_masks or config, x, attention_mask, past_key_values, cache_position, position_ids)
         present = None
         if config.routed_keys == "selected" and past_key_values is not None:
             present = self.keep_own_keys(past_key_values, attention_mask, x.shape[1], output_attentions)
-        masks = {window: causal_mask(*seen, window) for window in {*config.layer_windows}}
+        masks = self.masks(x, attention_mask, past_key_values, cache_position, position_ids)
         position_embeddings = self.rotary_emb(x, position_ids)
 
         output_details = output_attentions or output_router_gates or output_router_logits
         states, details = [], []
         for layer, window in zip(self.layers, config.layer_windows, strict=False):  # vLLM leaves a stage's layers only
             states.append(x)
-            layer = functools.partial(
-                layer,
+            x = layer(
+                x,
                 position_embeddings=position_embeddings,
                 attention_mask=masks[window],
                 past_key_values=past_key_values,
@@ -261,7 +236,6 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
                 output_details=output_details,
                 **kwargs,
             )
-            x = self._gradient_checkpointing_func(layer, x) if recompute else layer(x)
             if output_details:
                 x, *of_layer = x
                 details.append(of_layer)
@@ -269,7 +243,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         weights, gates, selections, scores = zip(*details, strict=True) if details else (None,) * 4
         aux_loss = None
         if output_router_logits:
-            aux_loss = load_balance_loss(self.config, scores, selections, attention_mask).to(x.device)
+            aux_loss = load_balance_loss(self.config, scores, selections, of_padding(attention_mask)).to(x.device)
         outputs = MoHLlamaModelOutput(
             last_hidden_state=x,
             **{CACHE: past_key_values},
@@ -284,10 +258,11 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
 
 class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
-    """The language model. ``labels`` gives the cross-entropy of the next token, see also ``output_router_logits``."""
+    """The language model. ``labels`` gives the cross-entropy of the next token, see also ``balance_loss_weight``."""
 
     # transformers 5 reads the mapping, transformers 4 the keys.
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = getattr(LlamaForCausalLM, "_tp_plan", {})  # every version has its own words
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config):
@@ -303,19 +278,41 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value):
         self.lm_head = value
 
-    @staticmethod
-    def create_masks_for_generate(attention_mask=None, **others):
-        """The mask of the padding as it is: ``forward`` makes one for each window of it."""
-        return attention_mask
+    def create_masks_for_generate(
+        self, attention_mask=None, inputs_embeds=None, input_embeds=None, cache=None, past_key_values=None,
+        cache_position=None, position_ids=None, **others,
+    ):  # fmt: skip
+        """``MoHLlamaModel.masks`` for a cache of fixed length, whose shape no new token changes: a compiled ``forward``
+        stays one graph."""
+        states = input_embeds if inputs_embeds is None else inputs_embeds
+        cache = past_key_values if cache is None else cache
+        return self.model.masks(states, attention_mask, cache, cache_position, position_ids)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Raises ValueError if the paged cache, which has one shape for all layers, cannot keep those of this model."""
+        config, problem = self.config, None
+        if any(layer.self_attn.own_keys for layer in self.model.layers):
+            problem = "routed_keys selected: continuous batching has no room for the marks of keys"
+        elif config.attention == "latent":
+            problem = "attention latent: continuous batching keeps keys and values of heads"
+        elif len({*config.layer_heads}) > 1:
+            problem = f"layer_heads {config.layer_heads}: continuous batching needs as many in every layer"
+        elif len({*config.layer_windows} - {0}) > 1:
+            problem = f"layer_windows {config.layer_windows}: continuous batching has one window"
+        if problem:
+            raise ValueError(f"{problem}; use generate")
+        return super().init_continuous_batching(*args, **kwargs)
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-        labels=None, use_cache=None, logits_to_keep=0, num_logits_to_keep=None, return_dict=None, cache=None, **kwargs,
+        labels=None, use_cache=None, logits_to_keep=0, num_logits_to_keep=None, return_dict=None, cache=None,
+        output_router_logits=False, **kwargs,
     ):  # fmt: skip
         """input_ids [b, s] -> logits [b, s, vocab]; ``logits_to_keep``: only of so many last tokens, or these indices.
 
         ``num_logits_to_keep`` is the name of ``logits_to_keep`` in transformers 4.46 and 4.47.
         """
+        balanced = labels is not None and self.config.balance_loss_weight != 0
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -324,6 +321,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=output_router_logits or balanced,
             **kwargs,
         )
         keep = logits_to_keep if num_logits_to_keep is None else num_logits_to_keep
@@ -332,9 +330,8 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            if outputs.aux_loss is not None:
-                share = share_of_batch(labels, **kwargs)
-                loss = loss + self.config.router_aux_loss_coef * share * outputs.aux_loss
+        if balanced:
+            loss = loss + self.config.balance_loss_weight * share_of_batch(labels, **kwargs) * outputs.aux_loss
         outputs = MoHLlamaCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -343,10 +340,16 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             router_gates=outputs.router_gates,
             router_selections=outputs.router_selections,
-            router_logits=outputs.router_logits,
-            aux_loss=outputs.aux_loss,
+            router_logits=outputs.router_logits if output_router_logits else None,
+            aux_loss=outputs.aux_loss if output_router_logits else None,
         )
         return outputs.to_tuple() if return_dict is False else outputs
+
+
+def of_padding(attention_mask):
+    """The mask if it is one of the padding, [b, k], or None."""
+    is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+    return attention_mask if is_padding else None
 
 
 def share_of_batch(labels, num_items_in_batch=None, **kwargs):
@@ -356,7 +359,7 @@ def share_of_batch(labels, num_items_in_batch=None, **kwargs):
 
 class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
     """A label for each sequence, from the state of its last token. ``labels`` gives the mean over the sequences, see
-    also ``output_router_logits``."""
+    also ``balance_loss_weight``."""
 
     accepts_loss_kwargs = False  # Trainer takes the mean over micro-batches and ranks
 
@@ -369,6 +372,8 @@ class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, return_dict=None, **kwargs):
         """input_ids [b, s] -> logits [b, num_labels]. The last token is the last one of the mask, or before padding."""
+        balanced = labels is not None and self.config.balance_loss_weight != 0
+        kwargs["output_router_logits"] = kwargs.get("output_router_logits") or balanced
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         logits = self.score(outputs.last_hidden_state)  # [b, s, num_labels]
         batch, length = logits.shape[:2]
@@ -383,8 +388,8 @@ class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled, config=self.config)
-            if outputs.aux_loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * outputs.aux_loss
+        if balanced:
+            loss = loss + self.config.balance_loss_weight * outputs.aux_loss
         outputs = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=pooled,

@@ -180,8 +180,10 @@ class MoHLlamaAttention(nn.Module):
                 query, key = (self.rotary.apply_rotary(x, position_embeddings) for x in (query, key))
         gates, selected, scores = self.route(hidden_states, queries)
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
-        # transformers 4 finds the slots of a static cache by cache_position
-        more, used = {"cache_position": cache_position}, used.transpose(1, 2)  # [b, h, s]
+        # transformers 4 finds the slots of a static cache by cache_position. Continuous batching finds its pages in
+        # kwargs, and puts there what the attention needs.
+        more = kwargs if "read_index" in kwargs else {"cache_position": cache_position}
+        used = used.transpose(1, 2)  # [b, h, s]
         static, num_keys = isinstance(layer, OwnKeysStaticLayer), key.shape[1]
         steps = static and query.shape[2] == 1 and self.config._attn_implementation == "sdpa"
         if static:

@@ -18,8 +18,9 @@ try:
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions
+    COUNT_SLOTS = "cache_position" in MASK_ARGUMENTS  # whether masks and caches are told the slots of new tokens
 except ImportError:  # transformers before 4.53
-    create_causal_mask = None
+    create_causal_mask, COUNT_SLOTS = None, True
 
 
 class MoHLlamaRotaryEmbedding(nn.Module):

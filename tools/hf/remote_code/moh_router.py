@@ -153,7 +153,7 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
         if not scores.shape[-1]:
             continue
         counted = scores.new_ones(*scores.shape[:2], 1)
-        if attention_mask is not None and attention_mask.dim() == 2:
+        if attention_mask is not None:
             counted = attention_mask[:, -scores.shape[1] :, None].to(scores)
         tokens = counted.sum(1).clamp_min(1)  # [b, 1]
         form = layer_form(config, layer)

@@ -1,0 +1,37 @@
+"""What a person at a terminal sees of a run besides its lines: colours, and a bar with the time left.
+
+Output that goes to a file or to another program has neither, so that it reads the same everywhere.
+"""
+
+import os
+import shutil
+import sys
+
+from tqdm import tqdm
+
+from moh_lm.cli.output import Output
+
+QUIET_S = 10  # seconds without a line, after which a bar shows that the run is alive
+CODES = {"head": "2", "result": "1", "warning": "33"}  # of ANSI terminals: faint, bold, yellow
+
+
+def styled(text, style):
+    """``text`` in the colour of ``style``, a key of ``CODES``, if standard output is a terminal that has colours.
+
+    NO_COLOR (no-color.org), if it is not empty, leaves them out.
+    """
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
+    return text if plain else f"\x1b[{CODES[style]}m{text}\x1b[0m"
+
+
+def show_progress(step, steps, first_step, seconds):
+    """Draw a bar on a terminal on which nothing was printed for ``QUIET_S``; the next line takes its place.
+
+    step: iterations done, of ``steps``; those since ``first_step`` took so many ``seconds``.
+    """
+    output = sys.stdout
+    if isinstance(output, Output) and output.isatty() and output.quiet_seconds() >= QUIET_S:
+        columns = min(80, shutil.get_terminal_size().columns) - 1
+        is_ascii = "utf" not in (output.encoding or "").lower()
+        bar = tqdm.format_meter(step, steps, seconds, columns, "training", is_ascii, " steps", initial=first_step)
+        output.show(bar)

@@ -1,0 +1,152 @@
+"""The tables of a run report: what a run is and how it stands, losses, settings that differ, samples, events."""
+
+from itertools import groupby
+
+from moh_lm.config import Config
+from moh_lm.cost.memory import parameter_counts
+from moh_lm.cost.summary import describe_heads
+from moh_lm.monitor.record import rounded
+from moh_lm.monitor.report.series import written
+from moh_lm.units import short, time_left
+
+MOST_EVENTS = 300  # rows of the table; the curves have all
+IMAGE_MODELS = {"vit": "ViT", "dit": "DiT"}
+MOST_ALIKE = 3  # events of a kind that follow one another and have a row each
+PARTS = {
+    "data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer", "save": "saving",
+}  # fmt: skip
+
+
+def title(run):
+    """Such as "quickstart: MoH with 3.4M parameters, 500 steps"."""
+    model = run.config.model
+    form = "MoH" if model.routed_layers() else "gated heads" if model.gated_layers() else "dense attention"
+    of_text = isinstance(run.config, Config)
+    what = f"{form} with {parameters(model)} parameters" if of_text else f"{IMAGE_MODELS[run.config.kind]}, {form}"
+    return f"{run.name}: {what}, {run.config.run.train_iters:,} steps"
+
+
+def parameters(model):
+    total = parameter_counts(model)["total"]
+    return f"{total / 1e6:.3g}M" if 1e6 <= total < 1e9 else short(total)
+
+
+def summary_rows(runs):
+    """[what, then its value in each run]."""
+    columns = [summary(run) for run in runs]
+    return [[rows[0][0], *(value for _, value in rows)] for rows in zip(*columns, strict=True)]
+
+
+def summary(run):
+    """[(what, value)] of one run, the same for every run of a program."""
+    config, model, started = run.config, run.config.model, run.started
+    of_text = isinstance(config, Config)
+    heads = " to ".join(map(str, sorted({min(model.head_counts), max(model.head_counts)})))
+    shape = f"{model.num_layers} layers of {heads} heads, width {model.hidden_size}"
+    versions = [f"{name} {version}" for name, version in started.get("versions", {}).items()]
+    versions += [f"commit {started['commit']}"] if "commit" in started else []
+    tokens = run.tokens_at(run.step), run.tokens_at(config.run.train_iters)
+    _, speeds = run.curves["tokens_per_second"]
+    return [
+        ("state", run.state),
+        ("model", f"{parameters(model)} parameters: {shape}" if of_text else shape),
+        ("heads", describe_heads(model) if of_text else f"{model.active_share():.1%} of the heads for a token"),
+        ("tokens", " of ".join(map(short, tokens))),
+        ("held-out loss", losses_told(run)),
+        ("speed", f"{speeds.mean():,.0f} tokens/s" if len(speeds) else ""),
+        ("time of training", time_left(run.seconds)),
+        ("first started", run.events[0].get("time", "") if run.events else ""),
+        ("machine", f"{started['ranks']} x {started['device']}" if started else ""),
+        ("layout", layout(config)),
+        ("software", ", ".join(versions)),
+        ("skipped steps", str(run.skipped)),
+    ]
+
+
+def losses_told(run):
+    """The mean over the sources of the first evaluation and of the last one."""
+    rows = [row for row in (run.first_evaluation, run.last_evaluation) if row and row["evaluation_mean"] is not None]
+    found = {row["step"]: f"{row['evaluation_mean']:.4f} after step {row['step']:,}" for row in rows}
+    return ", ".join(found.values()) + f" ({run.config.unit})" * bool(found)
+
+
+def layout(config):
+    parallel = config.parallel
+    degrees = {
+        "tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size,
+        "context": parallel.context_parallel_size,
+    }  # fmt: skip
+    parts = [f"{name} parallel {size}" for name, size in degrees.items() if size > 1]
+    return ", ".join([*parts, f"ZeRO-{parallel.zero_stage}", config.run.precision])
+
+
+def time_rows(run):
+    """[part of a step, its seconds, its share]: means over the run, on rank 0."""
+    means = {key: run.curves[f"seconds/{key}"][1] for key in PARTS}
+    means = {key: values.mean() for key, values in means.items() if len(values)}
+    whole = sum(means.values())
+    return [[PARTS[key], f"{mean:.4f}", f"{mean / whole:.1%}"] for key, mean in means.items() if whole]
+
+
+def loss_rows(evaluations):
+    """[source, then (loss, bits per byte) of each evaluation]; none without evaluations."""
+    sources = sorted({source for row in evaluations for source in row.get("evaluation", {})})
+    rows = [[source, *(pair(row, source) for row in evaluations)] for source in sources]
+    means = [f"{row['evaluation_mean']:.4f}" if row.get("evaluation_mean") is not None else "" for row in evaluations]
+    steps = [f"{row['step']:,}" if row else "" for row in evaluations]
+    return [*rows, ["mean", *means], ["after step", *steps]] if rows else []
+
+
+def pair(row, source):
+    loss, bits = (row.get(key, {}).get(source) for key in ("evaluation", "evaluation_bits_per_byte"))
+    return ("" if loss is None else f"{loss:.4f}") + ("" if bits is None else f" ({bits:.4f})")
+
+
+def differences(runs):
+    """[setting, then its value in each run] where not all are the same."""
+    settings = [run.config.to_dict() for run in runs]
+    rows = [[key, *(written(values[key]) for values in settings)] for key in settings[0]]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def sample_rows(runs):
+    """(prompt, run, step, what its checkpoint makes of the prompt), so that those of a prompt stand together.
+
+    runs: {name: ``RunRecord``}.
+    """
+    rows = [(row["prompt"], name, row["step"], row["text"]) for name, run in runs.items() for row in run.samples]
+    return sorted(rows, key=lambda row: row[:3])
+
+
+def event_rows(events, most=MOST_EVENTS):
+    """The last ``most`` of [(time, step, event, its facts in words)].
+
+    Skipped steps that follow one another are one row, and so are more than a few other events of a kind.
+    """
+    found = []
+    for (name, _), alike in groupby(events, lambda event: (event["event"], event.get("alarm"))):
+        same = list(alike)
+        joined = len(same) > (1 if name == "skipped" else MOST_ALIKE)
+        found += [same] if joined else [[event] for event in same]
+    return [(same[0].get("time", ""), same[0]["step"], same[0]["event"], told(same)) for same in found[-most:]]
+
+
+def told(same):
+    """The facts of an event, or of several of a kind."""
+    what, last = "steps" if same[0]["event"] == "skipped" else "events", same[-1]
+    several = f"{len(same)} {what} up to step {last['step']}; the last: " if len(same) > 1 else ""
+    return several + facts_of(last)
+
+
+def facts_of(event):
+    """Such as "reason: spike"."""
+    told = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
+    facts = {key: rounded(value) for key, value in told.items() if value not in (None, "", [], {})}
+    return "; ".join(f"{key}: {changed(value)}" for key, value in facts.items())
+
+
+def changed(value):
+    """A fact in words; of {setting: [before, now]} such as "learning_rate 0.001, now 0.002"."""
+    if not isinstance(value, dict) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
+        return written(value)
+    return ", ".join(f"{name} {written(before)}, now {written(now)}" for name, (before, now) in value.items())

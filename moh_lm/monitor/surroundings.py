@@ -1,0 +1,29 @@
+"""Where a run takes place: its devices and the versions of what it is built on, for events.jsonl and the run report."""
+
+import contextlib
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moh_lm.kernels.measured import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def surroundings(device):
+    """{"device": name, "ranks": number, "versions": {package: version}}, and "commit" in a checkout with git."""
+    packages = {name: version(name) for name in ("torch", "deepspeed")}
+    facts = {"device": machine(device), "ranks": dist.get_world_size()}
+    return facts | {"versions": {"python": platform.python_version(), **packages}} | commit()
+
+
+def commit():
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if (ROOT / ".git").exists():
+            found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
+            return {"commit": found.stdout.strip()}
+    return {}

@@ -1,0 +1,132 @@
+"""The tokenizer of an imported model in the export of a run that continued it: its settings, and none of its code."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data_prep.encoding import Tokenizer
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.config import Config
+from tests.distributed import run_ranks
+from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
+from tests.tools.exporting import write_checkpoint
+from tests.tools.imports.llamas import make_llama, small_model
+from tools.hf.convert import tiktoken_json
+from tools.hf.convert.source_tokenizer import restore, settings_of
+
+CHAT = "{% for message in messages %}<|turn|>{{ message['content'] }}{{ eos_token }}{% endfor %}"
+TALK = [{"role": "user", "content": "The quick fox"}, {"role": "assistant", "content": "jumps </s> over"}]
+CODE = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+
+
+def chat_model(directory, **settings):
+    """A Llama whose tokenizer ends turns by a token of its own; the files are those of transformers."""
+    hugging_face_tokenizer(directory, "bytes", bos_token="<s>", chat_template=CHAT, **settings)
+    pieces = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    pieces.add_special_tokens(["<|turn|>", "<|end|>"])
+    pieces.save(str(directory / "tokenizer.json"))
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|end|>"}))
+    end = pieces.token_to_id("<|end|>")
+    make_llama(directory, vocab_size=end + 3, bos_token_id=1, eos_token_id=[end, 2])
+    return end
+
+
+def continued(imported, source, data, directory):
+    """A run of sequences of 32 that began with the import of ``source``; data: path of the tokenizer of its data."""
+    step = find_step(imported(source))
+    facts = json.loads((step / "state.json").read_text())["imported"]
+    model = Config.load(step / "config.json").model
+    run_ranks(write_checkpoint, 1, directory, model, data, False, 32, facts)
+    return directory
+
+
+def test_the_export_of_a_continued_model_has_its_settings(imported, tool, tmp_path):
+    end = chat_model(tmp_path / "hf", padding_side="right")
+    (tmp_path / "data").mkdir()
+    for name, content in Tokenizer(str(tmp_path / "hf")).contents().items():  # documents end with </s> there
+        (tmp_path / "data" / name).write_bytes(content)
+    run = continued(imported, tmp_path / "hf", tmp_path / "data" / "tokenizer.json", tmp_path / "continued")
+    code, _, errors = tool("export_hf", "--checkpoint", run, "--output", tmp_path / "out")
+    assert code == 0, errors
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 64 and config["bos_token_id"] == 1
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [end, 2]
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("hf", "out"))
+    for name in ("bos_token", "eos_token", "padding_side", "chat_template"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert after.apply_chat_template(TALK)["input_ids"] == before.apply_chat_template(TALK)["input_ids"]
+    assert after("The quick fox")["input_ids"] == before("The quick fox", add_special_tokens=False)["input_ids"]
+    assert after.pad_token_id not in (None, end, 2)
+
+
+def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool, tmp_path):
+    make_llama(tmp_path / "hf", vocab_size=278, bos_token_id=1, eos_token_id=2)
+    data = small_model(tmp_path / "hf" / "tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278)
+    (tmp_path / "hf" / "chat_template.jinja").write_text(CHAT)
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = continued(imported, tmp_path / "hf", data, tmp_path / "continued")
+    code, _, errors = tool("export_hf", "--checkpoint", run, "--output", tmp_path / "out")
+    assert code == 0, errors
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [config[key] for key in ("bos_token_id", "eos_token_id", "max_position_embeddings")] == [1, 2, 64]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.padding_side) == ("<s>", "</s>", "left")
+    assert tokenizer.chat_template == CHAT
+
+
+def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
+    path = llama_3_vocabulary(tmp_path / "tokenizer.model", [bytes([byte]) for byte in range(256)])
+    added = {"128000": "<|begin_of_text|>", "128001": "<|end_of_text|>", "128009": "<|eot_id|>", "128010": "<|turn|>"}
+    decoder = {index: {"content": text, "special": True} for index, text in added.items()}
+    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "chat_template": CHAT}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "added_tokens_decoder": decoder}))
+    ids = {"bos": 128_000, "eos": [128_001, 128_009], "pad": None}
+    (tmp_path / "out").mkdir()
+    tiktoken_json.write_tokenizer(path, tmp_path / "out", 64)
+    found = restore(tmp_path / "out", settings_of(tmp_path, None, ids), ids, tiktoken_json.special_ids(path))
+    assert (found["bos"], found["eos"], found["pad"]) == (128_000, [128_009, 128_001], 128_004)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])["input_ids"]
+    assert ids == [128_010, ord("a"), ord("b"), 128_009]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("code", [CODE, {"tokenizer_class": "OwnTokenizer", "processor_class": "own.OwnTokenizer"}])
+def test_code_that_a_tokenizer_names_is_in_no_export(imported, tool, tmp_path, trained, code):
+    """The tokenizer itself works: its pieces are in tokenizer.json."""
+    chat_model(tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | code))
+    (tmp_path / "hf" / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnTokenizer: pass\n")
+    data = tmp_path / "hf" / "tokenizer.json" if trained else None
+    run = continued(imported, tmp_path / "hf", data, tmp_path / "continued") if trained else imported(tmp_path / "hf")
+    code, _, errors = tool("export_hf", "--checkpoint", run, "--output", tmp_path / "out")
+    assert code == 0, errors
+    places = [tmp_path / "out", tmp_path / "run" / "checkpoints" / "step-0"]
+    for text in (file.read_text() for place in places for file in Path(place).rglob("*.json")):
+        assert "auto_map" not in text and "own." not in text and "OwnTokenizer" not in text
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    pieces = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    pieces.no_padding()
+    pieces.no_truncation()
+    expected = pieces.encode("The quick fox", add_special_tokens=False).ids
+    assert tokenizer("The quick fox", add_special_tokens=False)["input_ids"] == expected
+    assert tokenizer.chat_template == CHAT and not (tmp_path / "ran").exists()
+
+
+def test_an_import_says_that_it_leaves_code_out(tool, tmp_path):
+    chat_model(tmp_path / "hf")
+    given = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run", "--dry-run")
+    assert "names Python code" not in tool(*given)[1]
+    path = tmp_path / "hf" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | CODE))
+    assert "note: tokenizer_config.json names Python code, which is left out" in tool(*given)[1]
+    path.write_text("{")
+    code, _, errors = tool(*given)
+    assert code == 2 and "tokenizer_config.json: cannot be read" in errors and "fix it, or remove it" in errors

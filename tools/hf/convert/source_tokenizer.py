@@ -1,0 +1,137 @@
+"""The settings of the tokenizer of an imported model, which the export of a run that continued it has again.
+
+The tokenizer of the run's data gives the ids. Special tokens, chat template and padding side are those that users of
+the source know; ``import_hf`` keeps them in ``imported`` of state.json. What names Python code is never kept.
+"""
+
+from pathlib import Path
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import json_bytes, read_json
+from moh_lm.data.hugging_face_model import optional_json, text_of
+from moh_lm.data.tokenizer import read_model
+from moh_lm.parsing import parse_json
+from tools.hf.convert.tokenizer_json import CLASS, write_files
+
+NAMES = ("bos", "eos", "pad", "unk")
+LEFT = ("Llama", "CodeLlama", "Gemma", "Cohere")  # classes of transformers that pad on the left if no file says where
+CODE = ("auto_map", "processor_class")  # keys of files of Hugging Face that name Python code
+
+
+def cleaned(content, more):
+    """The bytes of a tokenizer_config.json with the keys of ``more`` that it lacks, and without code of its own.
+
+    A class of transformers reads tokenizer.json then. Bytes that need no change stay as they are.
+    """
+    settings = parse_json(content)
+    wanted = more | {key: value for key, value in settings.items() if key not in CODE}
+    if needs_code(settings):
+        wanted["tokenizer_class"] = CLASS
+    return content if wanted == settings else json_bytes(wanted)
+
+
+def names_code(directory):
+    """Whether the tokenizer of a model needs Python code of its own, by what its files say."""
+    return needs_code(optional_json(directory / "tokenizer_config.json"))
+
+
+def needs_code(settings):
+    """Whether a tokenizer_config.json names code, or a class that an installed transformers does not have."""
+    try:
+        import transformers
+    except ImportError:
+        return CODE[0] in settings
+    return CODE[0] in settings or not hasattr(transformers, str(settings.get("tokenizer_class", CLASS)))
+
+
+def settings_of(directory, model, ids):
+    """The settings of the tokenizer of a model in Hugging Face form, JSON-able; {} if it has none.
+
+    model: path of its tokenizer.model, or None. ids: {"bos", "eos", "pad"} -> id of its configuration. Raises
+    ConfigError.
+    """
+    try:
+        names = ("tokenizer", "tokenizer_config", "special_tokens_map")
+        pieces, config, named = (optional_json(directory / f"{name}.json") for name in names)
+        tokens = {name: text_of((named | config).get(f"{name}_token")) for name in NAMES}
+        added = {token["content"]: token["id"] for token in pieces.get("added_tokens", []) if token.get("special")}
+        decoder = config.get("added_tokens_decoder", {}).items()
+        added |= {token["content"]: int(index) for index, token in decoder if token.get("special")}
+        side = config.get("padding_side") or (pieces.get("padding") or {}).get("direction", "").lower()
+        usual = "left" if config.get("tokenizer_class", "").startswith(LEFT) else "right"
+        template = directory / "chat_template.jinja"
+        chat = template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        remedy = "fix the files of its tokenizer, or remove them"
+        raise ConfigError([f"{directory}: has a tokenizer that cannot be read ({error}); {remedy}"]) from error
+    if model is not None:
+        tokens = ends_of(model, ids) | {name: text for name, text in tokens.items() if text}
+    elif not pieces and not config:
+        return {}
+    found = {"tokens": {name: text for name, text in tokens.items() if text}, "special": added}
+    return found | {"padding_side": side or usual, **({"chat_template": chat} if chat else {})}
+
+
+def ends_of(model, ids):
+    """{"bos", "eos"} -> text of those special tokens of a tokenizer.model that have the ids of the configuration."""
+    try:
+        tokenizer = read_model(model)
+    except ConfigError:  # the package is absent
+        return {}
+    numbers = {"bos": tokenizer.bos_id(), "eos": tokenizer.eos_id()}
+    return {name: tokenizer.id_to_piece(index) for name, index in numbers.items() if index in listed(ids.get(name))}
+
+
+def restore(directory, source, ids, special):
+    """Give the tokenizer in ``directory`` the settings of the ``source``; -> {"bos", "eos", "pad", "unk"} -> id or ids.
+
+    ids: of the source's configuration. special: ids that the tokenizer has by itself. Tokens that it lacks are added
+    where their ids are free. A text ends with the tokens of the source, and with the one that ends documents of the
+    data.
+    """
+    tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+    add_tokens(tokenizer, source["special"])
+    known = numbers_of(tokenizer)
+    tokens = {name: text for name, text in source["tokens"].items() if text in known}
+    if tokens.get("pad") == tokens.get("eos", config.get("eos_token")):  # collators leave padding out of the loss
+        tokens.pop("pad", None)
+    config |= {f"{name}_token": text for name, text in tokens.items()} | {"padding_side": source["padding_side"]}
+    if "chat_template" in source:  # which spells the special tokens
+        config |= {"chat_template": source["chat_template"], "split_special_tokens": False}
+    write_files(directory, tokenizer, config)
+    found = special | {name: known[text] for name, text in tokens.items()}
+    same = known.get(source["tokens"].get("eos")) in listed(ids.get("eos"))
+    ends = [*listed(found["eos"]), *(listed(ids["eos"]) if same else []), *listed(special["eos"])]
+    ends = list(dict.fromkeys(ends))
+    return found | {"eos": ends if len(ends) > 1 else ends[0] if ends else None}
+
+
+def add_tokens(tokenizer, special):
+    """Add special tokens, {text: id}, to the content of a tokenizer.json, where ids are free in its vocabulary.
+
+    That of a unigram model is a list in the order of ids, to which nothing is added.
+    """
+    known, vocabulary = numbers_of(tokenizer), tokenizer["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        return
+    taken = {*known.values()}
+    new = {text: index for text, index in special.items() if text not in known and index not in taken}
+    vocabulary |= new
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"] += [
+        {"id": index, "content": text, **flags, "special": True} for text, index in new.items()
+    ]
+    tokenizer["added_tokens"].sort(key=lambda token: token["id"])
+
+
+def numbers_of(tokenizer):
+    """{text: id} of the content of a tokenizer.json."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {text: index for index, (text, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+
+
+def listed(ids):
+    """The ids in one, several or none."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -1,0 +1,66 @@
+"""A block of an exported model: attention and MLP with their norms, recomputed in the backward pass if asked for.
+
+Shapes: b batch, s new tokens, d hidden size.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .moh_attention import MoHLlamaRMSNorm, attention_kind
+
+try:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    _ = GradientCheckpointingLayer._can_checkpoint_with_cache  # before 5.24 it drops caches without gradients too
+except (ImportError, AttributeError):
+
+    class GradientCheckpointingLayer(nn.Module):
+        """A layer that is recomputed in the backward pass after ``gradient_checkpointing_enable``."""
+
+        gradient_checkpointing = False
+
+        def __call__(self, *args, **kwargs):
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+            return super().__call__(*args, **kwargs)
+
+
+class MoHLlamaMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MoHLlamaDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.self_attn = attention_kind(config)(config, layer_idx)
+        self.mlp = MoHLlamaMLP(config)
+        self.post_norm = config.post_norm
+        if self.post_norm:
+            self.post_feedforward_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        else:
+            self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states, output_details=False, **kwargs):
+        """hidden_states [b, s, d] -> [b, s, d]; with details, a tuple of it and what the attention returns besides."""
+        if self.post_norm:
+            attended, *details = self.self_attn(hidden_states, **kwargs)
+            hidden_states = hidden_states + self.post_attention_layernorm(attended)
+            hidden_states = hidden_states + self.post_feedforward_layernorm(self.mlp(hidden_states))
+        else:
+            attended, *details = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+            hidden_states = hidden_states + attended
+            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return (hidden_states, *details) if output_details else hidden_states
