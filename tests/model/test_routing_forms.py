@@ -86,7 +86,7 @@ def test_the_configuration_knows_which_forms_have_two_stages(routing):
     assert FORMS[routing](layer, True).two_stage == (routing in TWO_STAGE)
 
 
-def test_a_score_far_below_0_closes_a_softplus_gate_and_one_far_above_is_it():
+def test_softplus_gates_are_finite_for_extreme_scores():
     form = FORMS["softplus"](make_config(shared=3, active=2).routed_layer(0), True)
     scores = torch.tensor([-200.0, 0.0, 200.0])
     torch.testing.assert_close(form.shared_gates(scores), torch.tensor([0.0, 0.6931472, 200.0]), rtol=1e-6, atol=0)
