@@ -44,8 +44,8 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
-        "a Llama in a GGUF file; or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
+    add("--model", required=True, type=model_path, metavar="HF_DIR", help="a Llama (or its GGUF file), a Mistral, an "
+        "export of ours; or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):
@@ -71,6 +71,12 @@ def parse_arguments(texts):
     return parser.parse_args(texts)
 
 
+def model_path(text):
+    """The path in ``text``: absolute if it is written as that of a directory, which then is no name on the hub."""
+    is_directory = text.startswith(".") or text.endswith("/")
+    return Path(text).absolute() if is_directory and not Path(text).exists() else Path(text)
+
+
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
     from tools.hf.convert.gguf_source import hugging_face_form
@@ -93,13 +99,14 @@ def import_model(arguments, name):
     from tools.hf.convert.import_config import model_config, own_heads, read_config, refuse_run
     from tools.hf.convert.import_heads import find_sample, sample_problems, wanted_heads
     from tools.hf.convert.import_step import write_step
+    from tools.hf.convert.import_stock import StockSource, read_stock
     from tools.hf.convert.import_vocabulary import find_tokenizers, new_rows, spelled, token_ids, tokens_of
     from tools.hf.convert.import_weights import Source, plan
     from tools.hf.convert.source_tokenizer import names_code, settings_of
 
     problems = []
     refuse_run("--model", arguments.model)
-    values = read_config(arguments.model)
+    values, stock = read_stock(read_config(arguments.model))
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
         config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
@@ -110,7 +117,7 @@ def import_model(arguments, name):
         problems += error.problems
     raise_any(problems)
     config = replace(config, vocab_size=vocab_size)
-    source = Source(arguments.model)
+    source = StockSource(arguments.model, stock) if stock else Source(arguments.model)
     ids = token_ids(arguments.model, values)
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
     settings = settings_of(arguments.model, old, ids)

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 from moh_lm.config.fields import ConfigError, flag
+from moh_lm.config.heads import GATED
 
 
 def model_values(model):
@@ -90,9 +91,9 @@ def with_budgets(heads, counts, num_layers, group):
 def gated_mixture(heads, counts):
     """--head-selection gated, as it is kept: a mixture whose heads are all shared has the same gates and the same
     parameters, so that its files need no name of their own. Raises ConfigError for what contradicts it."""
-    if heads.routing != "sigmoid":
+    if heads.routing not in GATED:
         given = f"--head-selection gated: contradicts --routing {heads.routing}, since its gates"
-        raise ConfigError([f"{given} are those of sigmoid; add --routing sigmoid"])
+        raise ConfigError([f"{given} are those of sigmoid or softplus; add --routing sigmoid"])
     for name in ("head_budget", "routing_top_p"):
         value = getattr(heads, name)
         if value is not None:

@@ -104,7 +104,7 @@ def describe_heads(model):
         return f"{by_layer(on, '; ')}; static, {share}"
     if not model.routed_layers():
         number = words(model.num_attention_heads)
-        return f"all {number} for every token, each with a gate; routing {heads.routing}"
+        return f"all {number} for every token, each with a gate; routing {', '.join(gate_facts(model))}"
     most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
     triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
     on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
@@ -131,10 +131,17 @@ def describe_switch(model):
     return f"a token uses {share}, with gates that begin near the 1 of before{own}"
 
 
+def gate_facts(model):
+    """What gates are made of, in a few words each."""
+    yield model.heads.routing
+    if model.heads.gate_width:
+        yield f"of the first {model.heads.gate_width} of {model.hidden_size} channels"
+
+
 def routing_facts(model):
     """What the routers do, in a few words each."""
     heads = model.heads
-    yield heads.routing
+    yield from gate_facts(model)
     if heads.routing_unit == "key_value_group":
         yield f"whole key/value groups of {model.heads_per_expert}"
     if model.chooses_in_groups:

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 
-from moh_lm.config import TRAINING_ONLY, ConfigError, HeadsConfig, flag, raise_any
+from moh_lm.config import GATED, TRAINING_ONLY, ConfigError, HeadsConfig, flag, raise_any
 from moh_lm.data.shards import tokenizer_files
 from moh_lm.flags import read_value
 from tools.heads.importance import sample_shards, sample_text
@@ -38,7 +38,7 @@ def wanted_heads(arguments, values):
             raise ConfigError([f"{flag(idle[0])}: a model with all heads has none; add --head-selection mixture"])
         return replace(own, **given)
     every = values.get("layer_heads") or [values.get("num_attention_heads")] * len(own.num_shared_heads)
-    is_gated = own.routing == "sigmoid" and list(own.num_shared_heads) == every
+    is_gated = own.routing in GATED and list(own.num_shared_heads) == every
     if is_gated and given.get("head_selection") == "gated":
         del given["head_selection"]  # it is short for what is there
     changed = {}
