@@ -52,7 +52,7 @@ class Sinks:
         self.sums[block.index] += torch.stack((weights.double().mul(used).sum(), used.sum()))
 
     def means(self):
-        """The mean of each layer over all ranks; NaN if no token attends."""
+        """The mean of each layer over all ranks; NaN if no token was measured."""
         groups = self.groups.tensor, self.groups.data, self.groups.pipeline
         total, count = sum_over_ranks(self.sums, *groups).unbind(1)
         return (total / count).tolist()
