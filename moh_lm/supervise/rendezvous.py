@@ -113,7 +113,7 @@ def refuse():
 
 
 def wait_for_listeners(store):
-    """Wait until every rank is here, because launchers end the other ranks of a machine, even rank 0, when one
+    """Wait until every rank waits here, because launchers end the other ranks of a machine, even rank 0, when one
     exits."""
     with contextlib.suppress(RuntimeError):  # rank 0 has left
         store.add("heard", 1)

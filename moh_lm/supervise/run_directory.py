@@ -18,8 +18,8 @@ LOCK_SECONDS = 10  # to wait for a run directory that is in use
 
 
 def make_run_directory(path, keep=True):
-    """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written. keep: keep the new
-    directory."""
+    """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written. keep: whether a new
+    directory stays."""
     absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
