@@ -35,7 +35,7 @@ class Samples:
     def continued(self, evaluate_rows, *share):
         """The continuation of each prompt, [str], up to the end of the document; all ranks call it together.
 
-        evaluate_rows: the method of the engine. share: of ``labelled_rows``.
+        evaluate_rows: the method of the engine. share: further arguments of ``labelled_rows``.
         """
         texts = [list(tokens) for tokens in self.tokens]
         for _ in range(self.run.sample_tokens):
