@@ -1,11 +1,11 @@
-"""Latents of images for MoH-DiT: each image and its mirror image through the encoder of an autoencoder, once.
+"""Computes latents for MoH-DiT: an autoencoder encodes each image and its mirror image once.
 
     python tools/encode_latents.py --images DIR_OR_TAR --vae DIR --image-size 256 --output LATENTS
 
-LATENTS is then a --data-dir of `python -m moh_lm.vision dit` (moh_lm/vision/latents.py has its form). The autoencoder
+LATENTS is then a --data-dir for `python -m moh_lm.vision dit` (moh_lm/vision/latents.py describes it). The autoencoder
 is an AutoencoderKL in diffusers' form, such as stabilityai/sd-vae-ft-ema. A GPU is used if there is one. Threads read
-images some batches ahead of the encoder. After a stop the same command resumes: latents.partial says how many images
-are on the disk and how they were made. Other images, settings or another autoencoder are refused.
+images a few batches ahead of the encoder. After a stop the same command resumes: latents.partial says how many images
+are done and how they were made. Different images, settings or autoencoders are refused.
 
 Exit codes: 0; 1 an image or file cannot be read or written; 2 an argument must be fixed; 130 after Ctrl-C.
 """

@@ -1,13 +1,13 @@
-"""The tasks of the paper's tables for one or more models, by lm-evaluation-harness.
+"""Scores one or more models on the tasks of the paper's tables, with lm-evaluation-harness.
 
     python tools/evaluate.py --model DIR --suite {llm6,llama14,llama14e} [--data DIR] [--tasks ...] [--limit N]
                              [--output FILE]
     python tools/evaluate.py --model DIR --suite llm6 --compare OTHER_DIR_OR_FILE.json ...
 
-DIR is an export of tools/export_hf.py, or any causal model that transformers loads. An export is computed by the code
-of this installation. No Python file in DIR is run unless --trust-code is given. Each model is loaded in a process of
-its own. FILE (JSON) holds the table, all metrics of the harness, and the versions. docs/huggingface.md says what
-compares with the paper.
+DIR is an export of tools/export_hf.py, or any causal model that transformers loads. An export runs with the code of
+this installation. No Python file in DIR is run unless --trust-code is given. Each model is loaded in a process of its
+own. FILE (JSON) holds the table, all metrics of the harness, and the versions. docs/huggingface.md says which scores
+can be compared with the paper's.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
 has to be fixed.

@@ -1,4 +1,4 @@
-"""A checkpoint of an image model -> a directory that transformers loads, of a classifier, or diffusers, of a DiT.
+"""Exports a checkpoint of an image model: a classifier for transformers, a DiT for diffusers.
 
     python tools/export_vision.py RUN_OR_STEP --output DIR [--weights ema]
     python tools/export_vision.py RUN_OR_STEP --output DIR --vae VAE_DIR        a DiT of latents, with its decoder
@@ -6,8 +6,8 @@
     AutoModelForImageClassification.from_pretrained(DIR, trust_remote_code=True)
     DiffusionPipeline.from_pretrained(DIR, trust_remote_code=True)
 
-The code of the model is in DIR and needs torch, and transformers or diffusers, alone. Everything is written beside DIR,
-read again and compared with the checkpoint's model, and then renamed to DIR.
+DIR contains the code of the model, which only needs torch, and transformers or diffusers. Everything is written beside
+DIR, read again and compared with the checkpoint's model, and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and nothing is there; 2 an argument
 or the checkpoint must be fixed.

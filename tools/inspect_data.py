@@ -1,11 +1,11 @@
-"""What is in a directory of token shards: counts, lengths of documents, planned epochs, text, damage.
+"""Shows what a directory of token shards holds: counts, lengths of documents, planned epochs, text, damage.
 
     python tools/inspect_data.py DIR [--sample N ... | --document SOURCE:N ... | --verify] [flags of moh_lm.pretrain]
 
 docs/data.md has a command for each. Flags of moh_lm.pretrain mean the same as there: samples are numbered as a run with
 these flags would read them.
 
-Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument must be fixed.
+Exit codes: 0; 1 something is damaged or missing and was named; 2 an argument must be fixed.
 """
 
 import json

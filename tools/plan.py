@@ -1,4 +1,4 @@
-"""Which layout to train with: for a model and a number of GPUs, the layouts that fit, fastest first.
+"""Finds a layout to train with: for a model and a number of GPUs, the layouts that fit, fastest first.
 
     python tools/plan.py --gpus 64 [--gpu-memory 80 --gpu-tflops 989 ...] [flags of moh_lm.pretrain] [--json]
 

@@ -1,4 +1,5 @@
-"""What tools/checkpoint.py prints: a row for an entry of checkpoints/, the facts of a step, how two steps differ."""
+"""Output of tools/checkpoint.py: a row for each entry of checkpoints/, the facts of a step, differences of two
+steps."""
 
 import time
 

@@ -1,8 +1,8 @@
-"""Checkpoints as a reader outside a run sees them: every byte against the manifest, every element of the model.
+"""Reads checkpoints outside a run, and compares every byte with the manifest and every element with the model.
 
-Files are hashed by many threads. Parameters and moments are read in pieces of a few megabytes, whatever
-their size and whatever layout wrote them, so that nothing here needs memory for a model. Nothing is unpickled: the
-files are JSON and safetensors.
+Files are hashed by many threads. Parameters and moments are read in pieces of a few megabytes, whatever their size and
+whatever layout wrote them, so that nothing here needs memory for a whole model. Nothing is unpickled: the files are
+JSON and safetensors.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint, and its parameters in one file. What is written is there in full, or not at all."""
+"""Writes copies of a checkpoint, and its parameters as one file. The result exists in full or not at all."""
 
 import contextlib
 import math

@@ -1,4 +1,5 @@
-"""What follows from the measures of heads: classes, how alike domains use them, which are specialised, which alike.
+"""Conclusions from the measures of heads: their classes, how similarly domains use them, and which are specialised or
+alike.
 
     similarity     of domains a and b: 1 - mean over layers with routed heads of 1/2 sum_i |p_a(i) - p_b(i)|, where
                    p_d(i) = load_d(i) / sum_j load_d(j) over the routed heads of the layer: 1 - total variation, the

@@ -1,4 +1,4 @@
-"""The heads that tokens of held-out images select, in numbers.
+"""Statistics of the heads that tokens of held-out images select.
 
 These are the figures of the paper (arXiv 2410.11842, Fig. 3 to 6). A ViT reads each image once. A DiT reads it at ten
 steps, one of each tenth of the schedule, which the images together cover evenly; its noise follows from the seed of the

@@ -1,7 +1,8 @@
 """What each head of a model does, measured on text: which tokens use it, what it writes, where its attention goes.
 
-The model runs one layer at a time over all of the text, whose hidden states are kept; of attention maps only that of
-one head and window is. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before it:
+The model runs one layer at a time over all of the text and keeps its hidden states; only the attention map of one head
+and window is in memory. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before
+it:
 
     load_i      share of the tokens that use head i
     gate_i      mean of g_i(t) over these

@@ -1,6 +1,6 @@
-"""The page of a head report: one HTML file, with its pictures inside and nothing from elsewhere.
+"""The page of a head report: one self-contained HTML file, pictures included.
 
-page.html is the template. Here stand the rows of its tables and how numbers and texts are written.
+page.html is the template. This file makes the rows of its tables and formats numbers and texts.
 """
 
 import base64

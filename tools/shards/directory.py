@@ -1,4 +1,4 @@
-"""What inspect_data.py reads of shards: their counts, the lengths of their documents, the checksums of their files."""
+"""What inspect_data.py reads from shards: counts, lengths of documents, checksums of files."""
 
 import os
 from collections import Counter

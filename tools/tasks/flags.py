@@ -1,4 +1,4 @@
-"""What tools/evaluate.py and tools/evaluate_prepare.py ask of the command line alike."""
+"""Flags that tools/evaluate.py and tools/evaluate_prepare.py have in common."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Held-out images that a trained model is asked about have to be like those of its training."""
+"""Checks that held-out images match those with which a model was trained."""
 
 from moh_lm.vision.loader import name_problems
 

@@ -1,4 +1,4 @@
-"""How near drawn images are to real ones, by the features of Inception: what torch-fidelity computes."""
+"""How close generated images are to real ones, by features of Inception that torch-fidelity computes."""
 
 import contextlib
 import os

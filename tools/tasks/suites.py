@@ -1,4 +1,4 @@
-"""The paper's sets of tasks for lm-evaluation-harness. tools/tasks/rows.py has them loaded."""
+"""The paper's sets of tasks for lm-evaluation-harness. tools/tasks/rows.py loads them."""
 
 from typing import NamedTuple
 

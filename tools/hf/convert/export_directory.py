@@ -1,7 +1,7 @@
-"""The directory of an export: what may be replaced in it, and where the next one is written before it takes its place.
+"""The directory of an export: which files may be replaced, and where a new export is written before it takes its place.
 
 ``LIST`` in an export names its other files with their hashes. Only files of that list, as they were written, are ever
-removed: what someone has put or changed there, such as a model that was fine-tuned in place, stays, and is named.
+removed: files that someone added or changed there, such as a model fine-tuned in place, stay and are named.
 """
 
 import fcntl

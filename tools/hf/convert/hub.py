@@ -1,4 +1,4 @@
-"""The Hugging Face hub: a model that is imported by its name, and an export that is published there."""
+"""The Hugging Face hub: importing a model by its name, and publishing an export."""
 
 import re
 import textwrap

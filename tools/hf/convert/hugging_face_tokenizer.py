@@ -1,4 +1,4 @@
-"""A tokenizer of Hugging Face that a model was trained with -> the files of its export, equal in ids.
+"""Converts the Hugging Face tokenizer with which a model was trained to the files of its export, with equal ids.
 
 See tokenizer_json.py: nothing is added to a text, special tokens that are spelled out in it stay text, and EOS, which
 ends documents of the data, is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a

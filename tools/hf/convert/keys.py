@@ -1,7 +1,7 @@
-"""The keys of config.json and the fields of ModelConfig and HeadsConfig: a line for each, read both ways.
+"""The mapping between the keys of config.json and the fields of ModelConfig and HeadsConfig, in both directions.
 
 tools/export_hf.py writes a model by ``written``; import_config.py reads by the same tables. The remote code in
-configuration_moh.py has to stand alone and says its keys again: tests/tools/test_keys.py holds them equal.
+configuration_moh.py has to be self-contained and repeats its keys; tests/tools/test_keys.py keeps them equal.
 
 A model with all heads is a Llama, or with one window in all layers a Mistral; any other is computed by remote code.
 """

@@ -1,4 +1,4 @@
-"""SentencePiece ``tokenizer.model`` -> ``tokenizer.json`` and ``tokenizer_config.json`` of Hugging Face, equal in ids.
+"""Converts SentencePiece's ``tokenizer.model`` to Hugging Face's ``tokenizer.json`` and its config, with equal ids.
 
 The files are written in the form that ``tokenizers`` reads, from the protobuf that SentencePiece stores; no library of
 Hugging Face is needed. The class is PreTrainedTokenizerFast: LlamaTokenizer would replace the normalizer by its own.
