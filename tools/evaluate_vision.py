@@ -101,9 +101,8 @@ def evaluate(arguments, device):
 
 
 def classify(model, batches):
-    """Shares of images whose class is the first, or among the first ``TOP``, and their mean loss; labels -1 are none.
-
-    batches: of ``ImageBatch``.
+    """Shares of images whose class is the first, or among the first ``TOP``, and their mean loss; images with label -1
+    do not count. batches: an iterable of ``ImageBatch``.
     """
     import torch
     import torch.nn.functional as F

@@ -124,7 +124,7 @@ def with_degrees(config, degrees, given):
 
 
 def make_plan(config, machine):
-    """The figures of one layout."""
+    """The estimates for one layout."""
     from moh_lm.cost.flops import flops_per_token
     from moh_lm.cost.memory import memory_estimate
     from moh_lm.cost.time import step_seconds

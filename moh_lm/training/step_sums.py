@@ -50,8 +50,9 @@ class RouterSums:
     """What the routers of this rank report about a step, and the shares that ``global_batch`` balances against.
 
     blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which is told what routers follow.
-    layers: ``RoutedLayer``s of the whole model. tokens: of a step, all ranks. shares: for each layer with routed
-    experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps: n of lambda, int64 [].
+    layers: ``RoutedLayer``s of the whole model. tokens: number of tokens in a step over all ranks. shares: for each
+    layer with routed experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps: n of
+    lambda, int64 [].
     """
 
     def __init__(self, blocks, batch, layers, num_sources, tokens, groups, device):

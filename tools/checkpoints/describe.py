@@ -44,7 +44,7 @@ def describe_state(entry):
 
 
 def layout_of(step):
-    """``layout``, or None where it cannot be told."""
+    """``layout``, or None if it is unknown."""
     try:
         return read.layout(kind_of_run(step).load(step / "config.json"), [path.name for path in step.iterdir()])
     except (ConfigError, OSError, TypeError, AttributeError):

@@ -31,10 +31,9 @@ ANY_STEP = re.compile(r"(damaged-)?step-\d+.*")  # also a step that was set asid
 
 
 class Step:
-    """A step directory. shapes: {name: shape} of every parameter of the model, in its order. segments: of the data, see
-    moh_lm.data.segments. skipped: the steps among the last ones that were.
-
-    hashed: compare every byte with the manifest first. Raises ConfigError naming what is damaged.
+    """A step directory. shapes: {name: shape} of every parameter of the model, in its order. segments: segments of the
+    data, see moh_lm.data.segments. skipped: recent steps that were skipped. hashed: compare every byte with the
+    manifest first. Raises ConfigError, naming damaged files.
     """
 
     def __init__(self, path, hashed=True):
@@ -77,7 +76,7 @@ class Step:
 
 
 def locate(path):
-    """Step directories that ``path`` names: itself, or those of a run directory, the newest first.
+    """The step directory ``path``, or the steps of the run directory ``path``, newest first.
 
     Raises ConfigError if there is none.
     """

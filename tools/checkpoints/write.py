@@ -58,9 +58,8 @@ def copy(path, destination):
 
 
 def copy_files(source, entries, target):
-    """Copy the files under a temporary name, hashing what is read, then what was written; then give it its name.
-
-    The temporary name is not that of a save: a run must not take what a killed copy left for one, and start over.
+    """Copy the files under a temporary name, hash what is read and what was written, then rename. The temporary name
+    differs from that of a save, so that a run never mistakes what a killed copy left for an interrupted save.
     """
     temporary = target.with_name(f"copy-{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -43,7 +43,7 @@ def kinds_of(model):
 
 
 def classes_of(measures):
-    """Class of each head: [L][h]. measures: of ``measure_text``, with ``prefix`` and ``rare``."""
+    """Class of each head: [L][h]. measures: result of ``measure_text``, with ``prefix`` and ``rare``."""
     used = used_heads(measures)
     keys = ("offset", "offset_share", "previous", "second", "prefix", "rare")
     return [
@@ -142,7 +142,8 @@ def alike(cka, used, count):
 
 
 def nearest(cka, used):
-    """The highest CKA of each head with another used one of its layer: [L, h], NaN where there is none; and which."""
+    """The highest CKA of each head with another used head of its layer, [L, h], NaN if there is none; and the number of
+    that head."""
     others = np.nan_to_num(cka, nan=-1)
     others[:, np.arange(cka.shape[1]), np.arange(cka.shape[1])] = -1
     others[np.broadcast_to(~used[:, None, :], others.shape)] = -1

@@ -35,7 +35,8 @@ TENTHS = 10
 
 
 def report_of(config, model, source, classes, number, batch_size):
-    """What heads.json says: of all, and for each key of ``figures`` the values of the layers with routed heads."""
+    """The content of heads.json: overall values, and for each key of ``figures`` the values of the layers with routed
+    heads."""
     dataset, indices = ImageSet(config, source, source), choose(source.labels, classes, number)
     labels = source.labels[indices]
     layers = [

@@ -243,9 +243,9 @@ def measure_prefix(model, sequences):
 
 
 def measure_rare(model, domains, ranks):
-    """(rare [L, h], the share that a head would have whose largest weight lay anywhere with equal chances).
+    """(rare [L, h], the share of a head whose largest weight lies anywhere with equal probability).
 
-    ranks: int64 [vocab], as of ``head_text.frequency_ranks``.
+    ranks: int64 [vocab]; see ``frequency_ranks`` in text.py.
     """
     windows = [window for domain in domains for window in domain.windows]
     pieces = torch.stack([piece for window in windows for piece in window.unfold(0, SEGMENT, SEGMENT)])

@@ -17,7 +17,8 @@ MOST_PLACES = 48  # heads of a class that are listed
 
 
 def page(report, pictures, decode):
-    """The HTML text. report, pictures: of ``head_report.report_of``. decode: a function from token ids to text."""
+    """The HTML text. report, pictures: results of ``report_of`` in report.py. decode: a function from token ids to
+    text."""
     template = template_beside(__file__, number=number, percent=percent, image=image, numbered=numbered)
     columns = head_columns(report)
     formulas = {"Measures": measures, "Findings": findings, "Importance": ablation, "L0 gates": gates, "Syntax": syntax}

@@ -19,7 +19,8 @@ ABLATION_TOKENS = 2048  # of a model without routers, unless --ablation-tokens s
 
 
 def report_of(arguments, model, tokenizer, domains, changes=None):
-    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}}). changes: of ``measure_changes``."""
+    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}}). changes: result of
+    ``measure_changes``."""
     kinds = findings.kinds_of(model)
     routed, num_layers = routed_mask(kinds), len(kinds)
     tokens = arguments.ablation_tokens

@@ -72,7 +72,7 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
 
 
 def read_shards(entry, name, place, tokenizer, seq_length, num_tokens):
-    """{domain: windows}: of every source, or of all together under ``name``."""
+    """{domain: windows} for every source, or for all sources together under ``name``."""
     sources, problems = open_directory(place)
     raise_any(problems)
     shards = [shard for shards in sources.values() for shard in shards]

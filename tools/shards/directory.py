@@ -18,7 +18,7 @@ SHORT = 2**28  # bytes that are read before a bar would be of use
 
 
 def open_directory(path):
-    """({source: its shards}, sentences for what cannot be opened or is not as in the manifest).
+    """({source: its shards}, sentences for shards that cannot be opened or differ from the manifest).
 
     Without a manifest the shards may be those of other tools: every pair of files below ``path``, or the one pair that
     it is the prefix of, each under the name of its directory. Raises ConfigError if there is none.
@@ -92,7 +92,7 @@ def summarize_shard(shard, problems, report):
 
 
 def sum_of(name, rows):
-    """One row for several: of shards, or of sources."""
+    """One row that sums up several rows, of shards or of sources."""
     text_bytes = [row["text_bytes"] for row in rows]
     return {
         "name": name,

@@ -1,8 +1,8 @@
-"""The tasks of a suite for lm-evaluation-harness, with their rows: of the hub, or local files (docs/huggingface.md).
+"""The tasks of a suite for lm-evaluation-harness, with their rows from the hub or local files (docs/huggingface.md).
 
 Prompts, choices and metrics are those of the harness's own task files. Rows come from the data sets on the hub that
-these name. ``datasets`` no longer runs those that are scripts there (LogiQA); of them the hub's conversion to Parquet
-is read, CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
+these name. ``datasets`` no longer runs data sets that are scripts there (LogiQA); for them the hub's conversion to
+Parquet is read, CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
 
 Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
 TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
@@ -26,7 +26,7 @@ SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
 def task_manager(entries, data, scratch):
-    """The harness's TaskManager of ``entries``, with their rows in ``data`` unless it is None.
+    """The harness's TaskManager for ``entries``, with rows from ``data`` unless it is None.
 
     Only the folders of the entries are read: to read all of its files takes many seconds. Raises ConfigError.
     """
@@ -95,7 +95,7 @@ def leaves(index, name):
 def write_local_tasks(entries, data, index, directory):
     """Write a task file for every leaf of ``entries`` into ``directory``, with its rows in ``data``.
 
-    index: of the harness. Raises ConfigError for all files that are missing or have not the official fields.
+    index: the harness's index. Raises ConfigError with all files that are missing or lack official fields.
     """
     problems, files = [], {}
     for entry in entries:

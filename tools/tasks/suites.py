@@ -10,9 +10,9 @@ SEED = 1234  # of the draw of examples for a prompt, as in the harness's own pro
 class Entry(NamedTuple):
     """One column of the paper's table.
 
-    task: the harness's name of a task or group. folder: of the harness that defines it. shots: examples in the prompt.
-    metric: the harness's key. fields: what a local row must have. parts: the harness's tasks whose mean is the column,
-    if it is not one task; local rows are those of the last part.
+    task: the harness's name of a task or group. folder: the harness's folder that defines it. shots: examples in the
+    prompt. metric: the harness's key. fields: fields that a local row must have. parts: the harness's tasks whose mean
+    is the column, if it is not one task; local rows are those of the last part.
     """
 
     column: str

@@ -30,7 +30,7 @@ HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md def
 class RunRecord:
     """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
 
-    config_type: of its configuration. Raises ConfigError if ``directory`` is not that of a run.
+    config_type: class of its configuration. Raises ConfigError if ``directory`` is not that of a run.
     """
 
     def __init__(self, directory, config_type=Config):
@@ -216,7 +216,7 @@ def accuracy_curves(groups):
 
 
 def of_one_shape(training):
-    """The rows with figures of heads that have as many routed heads in each layer as most of them."""
+    """The rows with head metrics whose layers have as many routed heads as in most rows."""
     rows = [row for row in training if "heads" in row and takes(shape_of, row)]
     usual = Counter(map(shape_of, rows)).most_common(1)
     return [row for row in rows if shape_of(row) == usual[0][0]]
@@ -261,7 +261,7 @@ def mean_sink(row, layer):
 
 
 def of_layer(row, key, layer):
-    """A figure of a layer in a row; None if the row has none."""
+    """A metric of a layer in a row; None if the row lacks it."""
     layers, found = row["heads"]["layer"], row["heads"].get(key)
     return None if found is None or layer not in layers else found[layers.index(layer)]
 

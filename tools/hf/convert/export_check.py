@@ -178,7 +178,8 @@ def check_tokenizer(export, path):
 
 @torch.no_grad()
 def compute_logits(export, tokens):
-    """Logits as of ``trainer_logits``; exits with a message unless the weights are exactly those of the model."""
+    """Logits of the same form as from ``trainer_logits``; exits with a message unless the weights are exactly those of
+    the model."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         export, trust_remote_code=True, torch_dtype="auto", output_loading_info=True
     )

@@ -16,7 +16,7 @@ from tools.hf.convert.tokenizer_json import config_with, write_files
 def write_tokenizer(step, directory, max_length):
     """Write tokenizer.json and tokenizer_config.json; returns {"bos", "eos", "pad", "unk"} -> id or None.
 
-    step: directory that holds the tokenizer. max_length: of the model's context, in tokens. Raises ConfigError.
+    step: directory that holds the tokenizer. max_length: the model's context in tokens. Raises ConfigError.
     """
     model = HuggingFaceModel(step)
     tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))

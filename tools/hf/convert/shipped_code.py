@@ -41,7 +41,7 @@ def write_code(names, directory):
 
 
 def import_code(directory, name):
-    """The module ``name`` of the code in ``directory``, imported anew from these files."""
+    """The module ``name`` of the code in ``directory``, imported again from these files."""
     package = ModuleType(f"moh_export_{uuid4().hex}")
     package.__path__ = [str(directory)]
     sys.modules[package.__name__] = package

@@ -96,8 +96,8 @@ def export_tokenizer(model, directory, max_length):
 
 
 def hugging_face_config(model, length, dtype, special, stock=None):
-    """Content of config.json. length: of the longest sequence. special: ids of the special tokens, see ``special_ids``.
-    stock: see ``write_export``."""
+    """Content of config.json. length: length of the longest sequence. special: ids of the special tokens, see
+    ``special_ids``. stock: see ``write_export``."""
     kind = model_type(model)
     described = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
     described |= ({"auto_map": AUTO_MAP} if is_ours(model) else {}) | written(model)
