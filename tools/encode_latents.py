@@ -143,8 +143,8 @@ def directory_hash(path):
 
 
 def images_done(output, facts):
-    """How many images an earlier start has encoded; None: all, and they are complete. Raises ConfigError if it was of
-    something else, or if somebody else's files are in the way."""
+    """How many images an earlier start has encoded; None if all are complete. Raises ConfigError if that start had
+    different inputs or settings, or if other files are in the way."""
     import numpy as np
 
     from moh_lm.vision.latents import CHECKSUMS, FACTS, LABELS, LATENTS, PARTIAL, Latents
@@ -174,8 +174,8 @@ def images_done(output, facts):
 
 
 def open_latents(output, facts, vae, done):
-    """The file of latents, mapped into memory; made if no start has counted images in it. Raises OSError if it does not
-    fit on the disk, which later would end this process by a signal."""
+    """The file of latents, mapped into memory; created unless an earlier start has written images to it. Raises OSError
+    if it does not fit on the disk, because a full disk would later kill this process by a signal."""
     import numpy as np
 
     from moh_lm.vision.latents import LATENTS, PARTIAL

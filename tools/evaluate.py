@@ -97,7 +97,8 @@ def is_model(path):
 
 
 def model_problems(flag, path, arguments):
-    """Sentences if ``path`` is no model that can be evaluated. Raises ConfigError for a run, or no configuration."""
+    """Sentences if ``path`` is not a model that can be evaluated. Raises ConfigError for a run, or without a
+    configuration."""
     from tools.hf.convert.import_config import read_config, refuse_run
     from tools.hf.convert.shipped_code import foreign_code
 
@@ -195,7 +196,7 @@ def is_export(model):
 
 
 def table_row(entry, harness):
-    """One number of the table, in percent. harness: {task or group: what the harness gives for it}."""
+    """One number of the table, in percent. harness: {task or group: the harness's results for it}."""
     name, _, extraction = entry.metric.partition(",")
     values = {task: 100 * harness[task][entry.metric] for task in entry.tasks}
     errors = [harness[task].get(f"{name}_stderr,{extraction}") for task in entry.tasks]
@@ -212,7 +213,7 @@ def table_row(entry, harness):
 
 
 def result_in(path, arguments):
-    """The result in a file of --output. Raises ConfigError if it is not of the tasks and questions asked for."""
+    """The result in a file of --output. Raises ConfigError if it belongs to other tasks or questions."""
     try:
         result = parse_json(path.read_text(encoding="utf-8"))
         found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]

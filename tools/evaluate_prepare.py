@@ -106,7 +106,7 @@ def questions(task, entry, encode, limit):
 
 
 def gold(task, doc):
-    """The number of the right choice, or 0 and 1 for each where several are."""
+    """The number of the right choice, or a 0 or 1 for each choice if several can be right."""
     if task.config.task == "truthfulqa_mc2":
         return doc["mc2_targets"]["labels"]
     answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)

@@ -106,7 +106,7 @@ def check_vae(path, is_classifier, config):
 
 
 def copy_vae(vae, directory):
-    """Copy configuration and weights, and nothing else that is there: no code, and nothing that names some."""
+    """Copy configuration and weights only: no code, and no reference to code."""
     directory.mkdir()
     values = read_json(vae / "config.json")
     write_json(directory / "config.json", {key: value for key, value in values.items() if key != "auto_map"})
@@ -120,7 +120,7 @@ def settings(config, names):
 
 
 def write_classifier(config, model, names, directory):
-    """Write the files of transformers; returns how far the logits of what was read again are off."""
+    """Write the files for transformers; returns the largest error of the logits after reading them again."""
     import torch
 
     from moh_lm.vision.augment import DEVIATION, MEAN
@@ -147,7 +147,7 @@ def write_classifier(config, model, names, directory):
 
 
 def write_pipeline(config, model, vae, directory):
-    """Write the files of diffusers; returns how far the noise of what was read again is off."""
+    """Write the files for diffusers; returns the largest error of the noise after reading them again."""
     import torch
     from diffusers import DDPMScheduler
 
@@ -180,7 +180,7 @@ def write_pipeline(config, model, vae, directory):
 
 
 def compare(expected, found):
-    """The largest difference, of numbers computed in float64. Raises ExportError if it is above ``TOLERANCE``."""
+    """The largest difference between numbers computed in float64. Raises ExportError if it is above ``TOLERANCE``."""
     from tools.hf.convert.export_files import ExportError
 
     difference, allowed = (expected - found).abs().max().item(), TOLERANCE * max(1, expected.abs().max().item())

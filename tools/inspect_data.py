@@ -32,7 +32,7 @@ def main(texts):
 
 
 def parse_arguments(texts):
-    """What is asked for; ``config`` and ``values`` are of the flags of moh_lm.pretrain. Raises ConfigError."""
+    """The arguments; ``config`` and ``values`` come from the flags of moh_lm.pretrain. Raises ConfigError."""
     parser = Parser(prog="python tools/inspect_data.py", description=__doc__.splitlines()[0], usage=USAGE)
     add = parser.add_argument
     add("directory", metavar="DIR", help="data directory, or directory or PREFIX of foreign shards")
@@ -75,7 +75,7 @@ def run(arguments):
 
 
 def inspect(arguments, config):
-    """(what was asked for, by kind; sentences for what is damaged). Raises ConfigError and ShardError."""
+    """(results by kind, sentences for damage). Raises ConfigError and ShardError."""
     from tools.shards import samples
     from tools.shards.directory import open_directory, summarize, verify
 

@@ -13,7 +13,7 @@ from tools.checkpoints.read import KINDS
 
 
 def describe_entry(entry, latest):
-    """A row of the table, for anything that lies in checkpoints/."""
+    """A row of the table for any entry of checkpoints/."""
     files = [path for path in entry.rglob("*") if path.is_file()] if entry.is_dir() else [entry]
     return {
         "name": entry.name,
@@ -63,7 +63,7 @@ def when(path):
 
 
 def describe_step(step, content):
-    """Lines for what ``run_show`` has gathered."""
+    """Lines for the facts that ``run_show`` gathered."""
     yield from describe_configuration(step.config)
     skipped = f"; {content['skipped_steps']} skipped"
     if content["recently_skipped"]:
@@ -103,7 +103,7 @@ def is_equal(row):
 
 
 def describe_difference(content, top):
-    """Lines for what ``run_diff`` has gathered."""
+    """Lines for the differences that ``run_diff`` gathered."""
     yield f"a  {content['a']}"
     yield f"b  {content['b']}"
     for title, key in (("configuration (not counted as a difference)", "config"), ("position", "position")):

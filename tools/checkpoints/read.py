@@ -58,7 +58,8 @@ class Step:
             raise ConfigError([f"{path}: is not a checkpoint of this version ({reason})"]) from error
 
     def read(self, kind, name):
-        """Flat fp32 pieces, end to end the whole parameter or moment. Raises ConfigError if a part is in no file."""
+        """Flat fp32 pieces that together form the whole parameter or moment. Raises ConfigError if a part is in no
+        file."""
         size = math.prod(self.shapes[name])
         for start in range(0, size, CHUNK):
             try:
@@ -123,7 +124,8 @@ def find_damage(step):
 
 
 def find_gaps(step):
-    """Sentences for what sound files lack: each element of the model in one place, finite, at the step of the name."""
+    """Sentences if undamaged files are not a complete model: every element has to be there once, be finite, and belong
+    to the step."""
     number = STEP_NAME.fullmatch(step.path.resolve().name)
     if number and int(number[1]) != step.state["step"]:
         yield f"{step.path / 'state.json'}: belongs to step {step.state['step']}"
@@ -146,7 +148,7 @@ def find_gaps(step):
 
 
 def uncovered(shape, found_shape, shards):
-    """What keeps a parameter of ``shape`` from being in the files whole and once; None if it is.
+    """The reason why a parameter of ``shape`` is not in the files exactly once; None if it is.
 
     shards: {Partition or None: [Piece]} of moh_lm.checkpoint.fragments.
     """
@@ -203,7 +205,7 @@ def norms(step):
 
 
 def changes(first, second):
-    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of what is in both, the most changed first.
+    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of parameters in both steps, the most changed first.
 
     equal: to the bit. absolute: the largest |b - a|. relative: that over the largest |a|. None: not finite.
     """

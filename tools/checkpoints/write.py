@@ -86,8 +86,8 @@ def copy_files(source, entries, target):
 def consolidate(path, output, moments, dtype):
     """Write weights in ``dtype``, counts whole, the ``moments`` in fp32, as one safetensors file; returns its bytes.
 
-    Weights are their moving average where there is one, as in an evaluation and an export.
-    One piece of one parameter is in memory at a time. Raises ConfigError or OSError, and leaves nothing then.
+    If there is a moving average of the weights it is written, as in an evaluation and an export. One piece of one
+    parameter is in memory at a time. Raises ConfigError or OSError, and then leaves no file.
     """
     if output.suffix != ".safetensors":
         raise ConfigError([f"{output}: give a name that ends in .safetensors"])

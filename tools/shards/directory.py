@@ -126,7 +126,7 @@ def histogram(lengths):
 
 
 def verify(shards):
-    """A sentence for each file of ``shards`` that is not as it was written; reads all of them, on all cores."""
+    """A sentence for each file of ``shards`` that differs from what was written; reads all files, on all cores."""
     size = sum(os.path.getsize(f"{shard.prefix}{suffix}") for shard in shards for suffix in (".bin", ".idx"))
     with progress_bar("verifying", size, SHORT) as bar, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = list(pool.map(lambda shard: list(verify_shard(shard, bar.update)), shards))

@@ -46,7 +46,7 @@ def task_manager(entries, data, scratch):
 
 @contextmanager
 def load_tasks(entries, data):
-    """The harness's TaskManager of ``entries``, and {task: what its ``load`` gives}, all rows read, while in the block.
+    """A context with the harness's TaskManager for ``entries`` and {task: result of its ``load``}, with all rows read.
 
     Raises ConfigError, and RuntimeError if some rows cannot be read.
     """
@@ -81,7 +81,7 @@ def load_task(manager, task, scratch):
 
 
 def leaves(index, name):
-    """Names of the tasks that a task, tag or group of the harness's ``index`` consists of."""
+    """Names of the tasks in a task, tag or group of the harness's ``index``."""
     entry = index[name]
     if entry.kind.name == "TAG":
         return sorted(entry.tags)
@@ -129,7 +129,7 @@ def splits_of(config, shots, directory):
 
 
 def local_task(leaf, config, official, found, directory):
-    """Content of a task file: the ``official`` one but for its rows."""
+    """Content of a task file: the ``official`` one with rows from a local file."""
     absent = {key: None for key in SPLITS if config.get(key) and config[key] not in found}
     return {
         "include": str(official),

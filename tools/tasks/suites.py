@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
     @property
     def tasks(self):
-        """Names of the harness."""
+        """The harness's names of its tasks."""
         return self.parts or (self.task,)
 
 
@@ -62,7 +62,7 @@ SUITES = {
 
 
 def entries_of(suite, names):
-    """The entries of a suite, or those that ``names`` choose. Raises ConfigError for a name it does not have."""
+    """The entries of a suite, or those whose names are in ``names``. Raises ConfigError for a name it does not have."""
     entries = SUITES[suite]
     known = [entry.task for entry in entries]
     unknown = [name for name in names or () if name not in known]
