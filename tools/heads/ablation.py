@@ -72,7 +72,7 @@ def measure_pruning(model, domains, num_tokens, rises, used):
 
 
 def without_heads(layer, mask, x):
-    """What ``layer`` makes of ``x`` with its heads times ``mask`` [h]."""
+    """The output of ``layer`` for ``x`` with its heads multiplied by ``mask`` [h]."""
     weighted = read_heads(layer, x).weighted()
     return finish(layer, x, weighted * mask[:, None].to(weighted.dtype))
 
@@ -84,7 +84,7 @@ def sample(domain, num_tokens):
 
 
 def loss_of(model, x, layers, tokens):
-    """Mean loss of what ``layers`` make of x [s - 1, b, d], the input of all tokens, int64 [b, s], but the last."""
+    """Mean loss after ``layers`` of x [s - 1, b, d], the input for all tokens but the last; tokens: int64 [b, s]."""
     for layer in layers:
         x = layer(x)
     weight = model.head_weight()

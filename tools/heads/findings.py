@@ -30,7 +30,7 @@ SPAN = 32  # tokens of an excerpt
 
 
 def kinds_of(model):
-    """What routing makes of each head: "shared", "routed", or "on" and "off" without a router: [L][h]."""
+    """The kind of each head, [L][h]: "shared" or "routed", or without a router "on" or "off"."""
     found = []
     config = model.config
     names = {"all": ("on", "on"), "static": ("on", "off"), "mixture": ("shared", "routed")}
@@ -56,7 +56,7 @@ def classes_of(measures):
 
 
 def shown(name):
-    """The name of a class, for a reader."""
+    """The name of a class as the page shows it."""
     return SHOWN.get(name, name)
 
 
@@ -104,7 +104,7 @@ def similarities(measures, routed):
 
 
 def specialisation(loads, routed):
-    """Bits, [L, h]; NaN for heads that are not routed. loads: {domain: [L, h]}."""
+    """The specialisation in bits, [L, h]; NaN for heads that are not routed. loads: {domain: [L, h]}."""
     loads = np.stack(list(loads.values()))
     return np.where(routed, binary_entropy(loads.mean(0)) - binary_entropy(loads).mean(0), np.nan)
 
@@ -115,7 +115,7 @@ def binary_entropy(p):
 
 
 class Ranked(NamedTuple):
-    """A head and its place in an order."""
+    """A head with its rank."""
 
     layer: int
     head: int
@@ -158,7 +158,7 @@ class Excerpt(NamedTuple):
 
 
 def excerpts(measures, domains, layer, head, count):
-    """The spans of at most ``SPAN`` tokens whose gates add up to most, one of each window: the first ``count``."""
+    """The ``count`` spans of at most ``SPAN`` tokens with the largest sums of gates, at most one from each window."""
     found = []
     for domain in domains:
         for tokens, gates in zip(domain.windows, measures["gates"][domain.name], strict=True):

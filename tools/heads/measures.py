@@ -94,7 +94,8 @@ def sweep(model, batches):
 
 
 def read_heads(layer, x):
-    """The ``Heads`` of a layer that reads x [s, b, d]: what its core attention is asked, and answers without gates."""
+    """The ``Heads`` of a layer with input x [s, b, d]: the inputs of its core attention, and its output without
+    gates."""
     attention, found = layer.self_attn, []
     with attention.core_attention.register_forward_pre_hook(lambda _, given: found.append(given)):
         attention(layer.input_layernorm(x), RouterInputs())
@@ -108,7 +109,7 @@ def read_heads(layer, x):
 
 
 def finish(layer, x, weighted):
-    """What the layer makes of ``x``, given g_i H_i [s, b, h, e]."""
+    """The output of the layer for ``x``, given g_i H_i [s, b, h, e]."""
     return layer.finish(x, layer.self_attn.o_proj(weighted.flatten(2)))
 
 

@@ -70,12 +70,12 @@ def image(content):
 
 
 def picture_of(kind, index, domain):
-    """The name of a picture of a domain, for a file too."""
+    """The name of a domain's picture, which is also its file name."""
     return f"{kind}_{index}_" + "".join(char if char.isalnum() else "-" for char in domain)
 
 
 def token_texts(ids, decode):
-    """What each token adds to the text; the last token of a character has the character."""
+    """The text that each token adds; a character of several tokens counts for its last token."""
     texts, before = [], ""
     for end in range(1, len(ids) + 1):
         text = decode(ids[:end])

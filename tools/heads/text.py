@@ -30,7 +30,7 @@ LONGEST_TOKEN = 32  # characters; of a long document only so many for each token
 
 
 class Domain(NamedTuple):
-    """windows: int64 [s] each, of one length. dropped: documents of the files that could not be read, by reason."""
+    """windows: int64 [s] each, of one length. dropped: documents that could not be read, by reason."""
 
     name: str
     windows: list

@@ -19,7 +19,8 @@ HELD = b"held\n"  # in the lock of a workplace, once its process holds it
 
 
 def output_problems(output, overwrite):
-    """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
+    """Sentences for what is wrong with ``output``; none if it is absent, empty, or an export that may be
+    overwritten."""
     try:
         if not output.exists() or not any(output.iterdir()):
             return []
@@ -59,7 +60,7 @@ def write_list(directory):
 
 @contextmanager
 def workplace(parent):
-    """A new directory in ``parent`` to write an export in, which is removed in the end unless it was published.
+    """A new directory in ``parent`` for writing an export; it is removed at the end unless it was published.
 
     What a kill has left of earlier ones is removed as well: nobody holds its lock, whatever numbers processes have.
     """
@@ -80,7 +81,7 @@ def workplace(parent):
 
 
 def publish(written, output):
-    """Give what is in a ``workplace`` the name ``output``; an earlier export makes room first, and is deleted last."""
+    """Rename a finished ``workplace`` to ``output``; an earlier export is moved away first and deleted last."""
     former = written.with_name("former")
     if output.exists():
         output.rename(former)

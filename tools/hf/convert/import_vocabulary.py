@@ -78,7 +78,7 @@ def size_of(path):
 
 
 def tokens_of(path, vocab_size):
-    """How many of ``vocab_size`` rows are tokens of the tokenizer at ``path``: all if that cannot be read."""
+    """How many of the ``vocab_size`` rows are tokens of the tokenizer at ``path``; all if it cannot be read."""
     try:
         return min(size_of(path), vocab_size)
     except ConfigError:

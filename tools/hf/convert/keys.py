@@ -81,7 +81,7 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of
 
 
 def model_type(model):
-    """That of a ModelConfig's export."""
+    """The model_type of a ModelConfig's export."""
     widths = {*model.window}
     several = len(widths) > 1 or len(model.head_counts) > 1
     if model.heads.head_selection != "all" or several or ours(model) or model.rotary_fraction != PARTIAL.absent:
@@ -92,7 +92,7 @@ def model_type(model):
 
 
 def ours(model):
-    """The keys of what a Llama has not."""
+    """The keys for features that a Llama does not have."""
     plain = ModelConfig(num_layers=model.num_layers)
     changed = [entry for entry in OURS if getattr(model, entry.field) != getattr(plain, entry.field)]
     return {entry.key: getattr(model, entry.field) for entry in changed}

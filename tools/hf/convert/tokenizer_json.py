@@ -31,7 +31,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.
 
 
 def read_model(path):
-    """The ModelProto of a tokenizer.model. Raises ValueError if the file is no such model, or one of another kind."""
+    """The ModelProto of a tokenizer.model. Raises ValueError if the file is not such a model, or is of an unsupported
+    kind."""
     proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(Path(path).read_bytes())
@@ -175,7 +176,7 @@ def unigram(proto):
 
 
 def normalizers(proto):
-    """What SentencePiece does to a text before it splits it, step by step."""
+    """The steps that SentencePiece applies to a text before splitting it."""
     spec = proto.normalizer_spec
     steps = []
     if spec.precompiled_charsmap:

@@ -66,7 +66,7 @@ def tokenizer_of_data(step):
 
 
 def copy_tokenizer(step, imported, directory):
-    """Copy what an import has kept of its source's tokenizer, in the step or in step 0; returns its special ids."""
+    """Copy the source's tokenizer that an import kept in this step or in step 0; returns its special ids."""
     special, place = imported.get("token_ids", {}), step
     if not tokenizer_files(step):
         place = step.with_name("step-0")
