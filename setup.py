@@ -5,6 +5,7 @@ from setuptools import find_namespace_packages, find_packages, setup
 EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
 PLOT = ["matplotlib", "jinja2"]
 VISION = ["pillow", "diffusers", "scikit-learn", "transformers>=4.46", *PLOT]
+REAL = ["gguf>=0.10", "transformers>=4.46", *PLOT]  # reads GGUF files: launch/quickstart_continue.sh --real
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
 COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/cli
 NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("*.py"))]
@@ -48,11 +49,13 @@ setup(
         "vision": VISION,
         "fid": ["torch-fidelity"],  # brings torchvision
         "hf": ["transformers>=4.46", *PLOT],  # what the quickstart needs: exports, and the page of a run
+        "real": REAL,
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
         "eval": EVAL,
-        "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *VISION, *TRITON],
+        "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", *REAL, *EVAL, *VISION, *TRITON],
         "plot": PLOT,
         "wandb": ["wandb"],
         "gpu": TRITON,
+        "remote": ["fsspec", "s3fs", "gcsfs", "huggingface_hub"],  # data directories that are elsewhere
     },
 )

@@ -50,8 +50,9 @@ def run(flags) -> int:
         raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; give another file"])
     old = Tokenizer(flags.tokenizer)
     if isinstance(old.model, HuggingFaceModel):
-        remedy = "give a SentencePiece model, or LLaMA-3's"
-        raise ConfigError([f"--tokenizer {flags.tokenizer}: is a Hugging Face tokenizer; {remedy}"])
+        by_hand = "add the tokens with transformers (add_tokens, then save_pretrained DIR) and give DIR as --tokenizer"
+        reason = f"is a Hugging Face tokenizer, which this command does not extend; {by_hand} of other commands"
+        raise ConfigError([f"--tokenizer {flags.tokenizer}: {reason}"])
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} already has {old.vocab_size}"])
     if old.vocab_size > (most := bpe.MOST_TOKENS):

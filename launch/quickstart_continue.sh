@@ -11,8 +11,13 @@
 # OUT (default: runs/quickstart-continue) receives everything; SEED (default: 1234) draws the weights and the order of
 # the samples. FLAGS of moh_lm.pretrain win over the values here, in all four trainings. A repetition, with the same SEED
 # and FLAGS, resumes where the one before ended.
+#
+# With --real first, a real model of 135M parameters is continued instead; launch/quickstart_real.sh describes it.
 set -euo pipefail
 
+if [[ ${1:-} == --real ]]; then
+    exec bash "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_real.sh" "${@:2}"
+fi
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 seed=${2:-1234}
 from_here "${@:3}"

@@ -12,6 +12,7 @@ import torch
 from moh_lm.extras.cope import ContextualPositions, CoPECore
 from moh_lm.extras.cpu_rows import CPURowAttention
 from moh_lm.extras.cpu_sparse import CPU_SPARSE
+from moh_lm.extras.element_gates import ElementGatedAttention
 from moh_lm.extras.gumbel import GumbelNoise
 from moh_lm.extras.heterogeneous_heads import HeterogeneousAttention, HeterogeneousPositions
 from moh_lm.kernels.choose import choose_backend
@@ -185,5 +186,7 @@ def attention_kind(config, router, core, settings):
         return QueryNormMLA if by_queries else MultiLatentAttention
     if by_queries:
         return QueryNormAttention
+    if config.element_gates:
+        return ElementGatedAttention
     by_rows = core.backend is CPU_SPARSE and isinstance(router, HeadRouter)
     return CPURowAttention if by_rows and not settings.context and not settings.watched else Attention

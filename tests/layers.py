@@ -35,6 +35,7 @@ def reference_layer(config, index=0):
         form, of.num_attention_heads, heads.num_shared_heads[index], heads.num_active_routed_heads[index],
         of.heads_per_expert, heads.two_stage, heads.routing_top_p, heads.load_balance_bias_rate,
         of.num_key_value_heads if form not in ("all", "static") and heads.routing_unit == "head_in_group" else 1,
+        heads.gate_width,
     )  # fmt: skip
     rotary = Rotary(
         of.rope_theta, of.rotary_fraction, of.rope_type, of.rope_factor, of.rope_low_freq_factor,

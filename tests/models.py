@@ -18,6 +18,16 @@ def make_model(config, scale=1, seed=0, **settings):
     return model
 
 
+def draw_zeros(model, seed=0):
+    """Give the matrices of a model that begin with zeros, those of gates, values that show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
 def make_layer(config, **settings):
     """The attention of the first layer of a ``ModelConfig``; its weights are not drawn. settings: of ``Settings``."""
     return build_attention(config, 0, Settings(**settings)).double()

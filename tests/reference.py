@@ -22,7 +22,8 @@ class Routing(NamedTuple):
     """How the heads of a layer are used. Numbers count heads; ``size`` of them are an expert, selected together.
 
     form: all, static, or a choice of --routing. top_p: see ``chosen``. bias_rate: how much a step of the bias adds to
-    what a token selects by. groups: of heads, in each of which as many are shared and as many selected.
+    what a token selects by. groups: of heads, in each of which as many are shared and as many selected. width:
+    channels of a token that scores are made of, the first ones; 0: all.
     """
 
     form: str
@@ -34,6 +35,7 @@ class Routing(NamedTuple):
     top_p: float | None = None
     bias_rate: float = 0.0
     groups: int = 1
+    width: int = 0
 
 
 class Route(NamedTuple):
@@ -67,7 +69,7 @@ def deviation(values):
 def route(routing, x, weights, queries=None, divisor=None):
     """The ``Route`` of a token x [d]. queries: [h][e], before positions, for query_norm.
 
-    weights: w_shared [n_s, d], w_routed [E, d], w_type [2, d] and bias_steps [E], where the layer has them. divisor:
+    weights: w_shared [n_s, w], w_routed [E, w], w_type [2, w] and bias_steps [E], where the layer has them. divisor:
     what query_norm divides its norms by, in place of their own deviation.
     """
     if routing.groups > 1:
@@ -77,6 +79,7 @@ def route(routing, x, weights, queries=None, divisor=None):
         used = np.arange(heads) < (heads if form == "all" else shared + active)
         return Route(used.astype(float), used)
     shared, active, routed = shared // size, active // size, (heads - shared) // size
+    x = x[: routing.width or None]
     products = [np.array([row @ x for row in weights.get(name, ())]) for name in ("w_shared", "w_routed", "w_type")]
     on, scores, kinds = products
     if form == "query_norm":
@@ -86,11 +89,13 @@ def route(routing, x, weights, queries=None, divisor=None):
         on = np.ones(shared)
     elif form in ("sigmoid", "relu"):
         on = 2 * sigmoid(on)
+    elif form == "softplus":
+        on = np.log(1 + np.exp(on))
     else:
         on = softmax(on) * (1 if form == "paper" else shared)
 
     probability = affinity = softmax(scores)
-    if form == "sigmoid":
+    if form in ("sigmoid", "softplus"):
         affinity = sigmoid(scores)
         probability = affinity / affinity.sum()
     if form == "relu":
@@ -102,6 +107,8 @@ def route(routing, x, weights, queries=None, divisor=None):
     gates = probability * selected
     if form == "sigmoid":
         gates = 2 * affinity * selected
+    if form == "softplus":
+        gates = np.log(1 + np.exp(scores)) * selected
     if form == "paper_scaled":
         gates = gates * routed
     if form == "released" and routed:
@@ -272,11 +279,12 @@ def attention_maps(queries, keys, seen, tables=None):
     return found
 
 
-def weighted_heads(maps, values, gates, output):
-    """MoH(x_t) = sum_i g_i H_i W_O_i (Eq. 4): [s, d]. values: [s][heads that share them][e]. output: W_O, [d, h e]."""
+def weighted_heads(maps, values, gates, output, of_features=1):
+    """MoH(x_t) = sum_i g_i H_i W_O_i (Eq. 4): [s, d]. values: [s][heads that share them][e]. output: W_O, [d, h e].
+    of_features: gates [s, h e] beside those of heads."""
     heads, shared_by = len(maps), len(maps) // len(values[0])
     weighed = [gates[:, i, None] * (maps[i] @ np.array([of[i // shared_by] for of in values])) for i in range(heads)]
-    return np.concatenate(weighed, axis=1) @ output.T
+    return (of_features * np.concatenate(weighed, axis=1)) @ output.T
 
 
 class Layer(NamedTuple):
@@ -321,7 +329,10 @@ def attention_layer(layer, weights, inputs, starts=None):
                      for part in (queries, keys))  # fmt: skip
     maps = attention_maps(queries, keys, seen, weights.get("cope"))
     gates = np.array([of_token.gates for of_token in routes])
-    return Attended(weighted_heads(maps, values, gates, weights["o_proj"]), routes, maps)
+    of_features = 1
+    if "g_proj" in weights:
+        of_features = np.array([[2 * sigmoid(row @ x) for row in weights["g_proj"]] for x in inputs])
+    return Attended(weighted_heads(maps, values, gates, weights["o_proj"], of_features), routes, maps)
 
 
 def plain_heads(layer, weights, x):

@@ -65,6 +65,14 @@ def test_a_budget_is_spread_so_that_ranks_can_share_sequences(more, tensor, cont
     assert [*tensor_problems(model, tensor), *context_problems(model, tensor, context)] == []
 
 
+@pytest.mark.parametrize("heads, groups", [(9, 3), (12, 6), (14, 2), (32, 8), (12, 12)])
+def test_groups_of_heads_have_a_default_budget_that_routes(heads, groups):
+    shape = f"--num-attention-heads {heads} --num-key-value-heads {groups} --head-dim 4 --hidden-size 64"
+    model = parse(*shape.split(), "--routing-unit", "key_value_group", *TINY).model
+    assert model_problems(model) == []
+    assert all(0 < layer.num_active < layer.num_routed for layer in model.gated_layers())
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("rate, slope", [(0.75, 0.5), (0.6, 0.3), (0.5, 0.0), (0.7, -0.4), (1.0, 0.0)])
 @pytest.mark.parametrize(

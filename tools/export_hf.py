@@ -1,6 +1,6 @@
 """Exports a checkpoint as a directory that transformers loads, with the same logits as the trainer's model.
 
-    python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16] [--as qwen3_5]
+    python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16] [--as qwen3_5 | laguna]
                               [--license apache-2.0] [--base-model OWNER/NAME] [--push-to-hub OWNER/NAME]
 
 docs/huggingface.md lists the files. The trainer already uses Hugging Face's parameter names. Parameters are read one by
@@ -39,8 +39,8 @@ def parse_arguments(texts):
     add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
-    add("--as", dest="stock", choices=("qwen3_5",), help="class of transformers to write a gated model for, so that it "
-        "needs no remote code")  # fmt: skip
+    add("--as", dest="stock", choices=("qwen3_5", "laguna"), help="class of transformers to write a gated model "
+        "for, so that it needs no remote code")  # fmt: skip
     add("--license", metavar="ID", type=hub_word, help="for the model card, such as apache-2.0")
     add("--base-model", metavar="OWNER/NAME", type=hub_word, help="for the model card: what was continued, on the hub")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="of a file (default: %(default)s)")

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import TWO_STAGE, ConfigError
 from moh_lm.data.files import read_json, write_json
 
 ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage".split()
@@ -115,8 +115,17 @@ def copy_vae(vae, directory):
 
 
 def settings(config, names):
-    """{name: value} of a model and its heads."""
-    return {name: getattr(config, name) for name in names} | {name: getattr(config.heads, name) for name in ROUTING}
+    """{name: value} of a model and its heads; routing that knows one stage only says nothing of two."""
+    heads = {name: getattr(config.heads, name) for name in ROUTING}
+    if config.heads.routing not in TWO_STAGE:
+        del heads["two_stage"]
+    return {name: getattr(config, name) for name in names} | heads
+
+
+def without_defaults(path, described):
+    """Take out of a config.json what its class added to the settings of routing that are ``described``."""
+    added = {*ROUTING} - {*described}
+    write_json(path, {name: value for name, value in read_json(path).items() if name not in added})
 
 
 def write_classifier(config, model, names, directory):
@@ -131,10 +140,11 @@ def write_classifier(config, model, names, directory):
     numbers = {"num_channels": config.in_channels, "num_labels": config.num_classes}
     if names:
         numbers |= {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
-    described = code.MoHViTConfig(**settings(config, OF_VIT), **numbers, auto_map=AUTO_MAP)
-    copy = code.MoHViTForImageClassification(described)
+    described = settings(config, OF_VIT)
+    copy = code.MoHViTForImageClassification(code.MoHViTConfig(**described, **numbers, auto_map=AUTO_MAP))
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(directory)
+    without_defaults(directory / "config.json", described)
     size, channels = config.image_size, config.in_channels
     write_json(directory / "preprocessor_config.json", {
         "image_processor_type": "BitImageProcessor", "do_convert_rgb": channels == 3, "resample": 3,  # bicubic
@@ -158,9 +168,11 @@ def write_pipeline(config, model, vae, directory):
     write_code(DIT, directory / "transformer")
     write_code(PIPELINE, directory)
     MoHDiTModel = import_code(directory / "transformer", "modeling_moh_dit").MoHDiTModel
-    copy = MoHDiTModel(**settings(config, OF_DIT))
+    described = settings(config, OF_DIT)
+    copy = MoHDiTModel(**described)
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(directory / "transformer")
+    without_defaults(directory / "transformer" / "config.json", described)
     DDPMScheduler(
         steps, beta_start=0.1 / steps, beta_end=20 / steps, variance_type="learned_range", clip_sample=False,
         timestep_spacing="linspace",

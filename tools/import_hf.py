@@ -2,8 +2,10 @@
 
     python tools/import_hf.py --model HF_DIR --output RUN
     python tools/import_hf.py --model hf://OWNER/NAME --output RUN
+    python tools/import_hf.py --model MODEL.gguf --output RUN
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
+    python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --calibrate
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
 
@@ -42,8 +44,8 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
-        "or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
+    add("--model", required=True, type=model_path, metavar="HF_DIR", help="a Llama (or its GGUF file), a Mistral, an "
+        "export of ours; or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):
@@ -54,10 +56,13 @@ def parse_arguments(texts):
     heads.add_argument(
         "--allow-routing-change", action="store_true", help="a mixture may become --head-selection all or static"
     )
-    add("--select-shared", choices=("first", "importance"), default="first", help="heads that are shared or static")
-    add("--sample-data", type=Path, metavar="DIR", help="of --select-shared importance: shards in the model's tokens")
-    add("--sample-text", type=Path, metavar="FILE", help="or text, for the model's tokenizer.model")
+    add("--select-shared", choices=("first", "importance"),
+        help="heads that are shared or static (default: the most important ones, if the model has a tokenizer to "
+        "measure them with)")  # fmt: skip
+    add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens, to measure importance on")
+    add("--sample-text", type=Path, metavar="FILE", help="or text (default: the documentation of Python)")
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="read of it (default: 16K)")
+    add("--calibrate", action="store_true", help="fit output projections, and routers that have weights, to that text")
     add("--extend-vocab", type=at_least(1), metavar="N", help="rows of the vocabulary, old and new")
     add("--tokenizer", type=Path, metavar="MODEL", help="of the data to come (default: the model's, if there is one)")
     add("--old-tokenizer", type=Path, metavar="MODEL", help="of the model, to spell new tokens (default: its own)")
@@ -66,26 +71,42 @@ def parse_arguments(texts):
     return parser.parse_args(texts)
 
 
+def model_path(text):
+    """The path in ``text``: absolute if it is written as that of a directory, which then is no name on the hub."""
+    is_directory = text.startswith(".") or text.endswith("/")
+    return Path(text).absolute() if is_directory and not Path(text).exists() else Path(text)
+
+
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    from tools.hf.convert.gguf_source import hugging_face_form
+    from tools.hf.convert.hub import model_directory
+    from tools.hf.convert.import_step import output_problems
+
+    raise_any(output_problems(arguments.output))
+    named = arguments.model.name.strip(".")  # . and .. are none
+    name = str(arguments.model if named else arguments.model.resolve())
+    with hugging_face_form(model_directory(arguments.model), arguments.output) as arguments.model:
+        import_model(arguments, name)
+
+
+def import_model(arguments, name):
+    """Import the directory ``arguments.model``, which messages call ``name``."""
     from tqdm import tqdm
 
+    from tools.heads.calibration import calibrate
     from tools.heads.importance import ranked
-    from tools.hf.convert.hub import model_directory
     from tools.hf.convert.import_config import model_config, own_heads, read_config, refuse_run
     from tools.hf.convert.import_heads import find_sample, sample_problems, wanted_heads
-    from tools.hf.convert.import_step import output_problems, write_step
+    from tools.hf.convert.import_step import write_step
+    from tools.hf.convert.import_stock import StockSource, read_stock
     from tools.hf.convert.import_vocabulary import find_tokenizers, new_rows, spelled, token_ids, tokens_of
     from tools.hf.convert.import_weights import Source, plan
     from tools.hf.convert.source_tokenizer import names_code, settings_of
 
-    problems = output_problems(arguments.output)
-    raise_any(problems)
-    named = arguments.model.name.strip(".")  # . and .. are none
-    name = str(arguments.model if named else arguments.model.resolve())
-    arguments.model = model_directory(arguments.model)
+    problems = []
     refuse_run("--model", arguments.model)
-    values = read_config(arguments.model)
+    values, stock = read_stock(read_config(arguments.model))
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
         config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
@@ -96,7 +117,7 @@ def run(arguments):
         problems += error.problems
     raise_any(problems)
     config = replace(config, vocab_size=vocab_size)
-    source = Source(arguments.model)
+    source = StockSource(arguments.model, stock) if stock else Source(arguments.model)
     ids = token_ids(arguments.model, values)
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
     settings = settings_of(arguments.model, old, ids)
@@ -110,13 +131,19 @@ def run(arguments):
     plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
     length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
     orders, measured = {}, None
-    if arguments.select_shared == "importance":
-        tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
+    tokens, origin = find_sample(arguments, config, values, old_vocab_size, min(length, 2048), old)
+    if tokens is None and arguments.calibrate:
+        raise ConfigError([f"--calibrate: there is no sample to fit to, since the heads keep their order: {origin}"])
+    if tokens is not None:
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
     more = partial(new_rows, source, pieces, arguments.seed, num_tokens, range(kept, vocab_size))
     extend = (kept, more) if vocab_size > kept else None
     parts = plan(config, source, old_vocab_size, orders, extend, router_seed, trained)
+    if arguments.calibrate:
+        with tqdm(desc="layers fitted", total=config.num_layers, leave=False, disable=None) as bar:
+            fitted = calibrate(config, source, parts, tokens, bar.update)
+        parts = [part.fitted(fitted[part.name]) if part.name in fitted else part for part in parts]
     facts = {
         "source": name,
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
@@ -126,10 +153,12 @@ def run(arguments):
         "tokenizer": settings,
         "max_position_embeddings": length,
         "seed": arguments.seed,
-        "shared_heads": arguments.select_shared,
+        "shared_heads": "importance" if measured else "first",
+        "calibrated": arguments.calibrate,
         **({"head_importance": measured} if measured else {}),
     }
-    say_plan(config, source, parts, facts, new or ("tokenizer.json" in tokenizer and "tokenizer.json of the model"))
+    kept_tokenizer = "tokenizer.json of the model" if "tokenizer.json" in tokenizer else None
+    say_plan(config, source, parts, facts, origin, new or kept_tokenizer)
     if arguments.dry_run:
         return
     started = time.perf_counter()
@@ -139,8 +168,25 @@ def run(arguments):
         step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
     print(f"imported {name} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
     print("to train it (the model's flags are taken from there; any that contradicts it is refused):")
-    flags = f"--checkpoint-dir {shlex.quote(str(arguments.output))} --data-dir DATA --seq-length {length}"
-    print(f"    python -m moh_lm.pretrain {flags} ...")
+    print(f"    {next_command(arguments.output, config, length)}")
+
+
+def next_command(run, model, length):
+    """A command that trains the import, with settings that fit its size. length: of its longest sequence.
+
+    They are those of the paper's MoH-LLaMA3-8B, carried over to other sizes: a rate of 2e-5 at width 4096 that is
+    larger in narrower models, batches of 16M tokens that shrink with the parameters, 12.5 tokens for each of these.
+    """
+    from moh_lm.cost.memory import parameter_counts
+
+    parameters, rate = parameter_counts(model)["total"], 2e-5 * 4096 / model.hidden_size
+    tokens = 2 ** round(math.log2(parameters / 512))
+    length = min(length, 8192, tokens)
+    batch = f"--batch-tokens {max(1, tokens // length) * length} --micro-batch-size 1"
+    rates = f"--learning-rate {rate:.1e} --min-learning-rate {rate / 20:.1e} --warmup-iters 50"
+    where = f"--checkpoint-dir {shlex.quote(str(run))} --data-dir DATA --require-checkpoint"
+    budget = f"--train-tokens {round(12.5 * parameters / 1e6) or 1}M"
+    return f"python -m moh_lm.pretrain {where} \\\n        --seq-length {length} {batch} \\\n        {budget} {rates}"
 
 
 def describe_vocabulary(old, new, num_spelled):
@@ -152,8 +198,8 @@ def describe_vocabulary(old, new, num_spelled):
     )
 
 
-def say_plan(config, source, parts, facts, tokenizer):
-    """Print the model, where its parameters come from, and sizes."""
+def say_plan(config, source, parts, facts, sample, tokenizer):
+    """Print the model, where its parameters come from, and sizes. sample: what heads were ranked on, or why not."""
     from moh_lm.cost.summary import describe_model
 
     print("\n".join(describe_model(config)))
@@ -161,9 +207,12 @@ def say_plan(config, source, parts, facts, tokenizer):
     print(f"vocabulary {facts['vocabulary']}")
     if "head_importance" in facts:
         measured = facts["head_importance"]
-        shares = {name.replace("_", " "): f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
-        shown = ", ".join(f"{name} {share}" for name, share in shares.items())
-        print(f"shared     by importance on {measured['tokens']:,} tokens; their part of it: {shown}")
+        shares = {name: f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
+        print(f"shared     the most important heads on {measured['tokens']:,} tokens of {sample}")
+        print(f"importance {shares['chosen']} is in the shared heads; the first heads would have {shares['first']}")
+        print(f"cut        {measured['share_cut']:.1%} of it for a token, if routed heads are selected equally often")
+    elif config.heads.head_selection != "all":
+        print(f"shared     the first heads: {sample}")
     none = "no tokenizer.model there: give that of the data by --tokenizer, or training takes what its data have"
     print(f"tokenizer  {tokenizer or none}")
     for part in parts:

@@ -25,6 +25,7 @@ def config_problems(config, world_size):
         *run.router_problems(config),
         *run.run_problems(config.run),
         *run.backend_problems(config),
+        *run.warmup_problems(config),
         *run.kernel_problems(config),
         *run.window_problems(config),
         *run.compile_problems(config.run),

@@ -100,6 +100,16 @@ def width_problems(model):
     return found + refusals(given, others)
 
 
+def element_gate_problems(model):
+    """What gates of features contradict."""
+    others = (
+        ("--head-selection", model.heads.head_selection, "all", "all heads are always on"),
+        ("--attention", model.attention, "heads", "latent attention has no such gates"),
+        ("--head-dims", " ".join(map(str, model.head_dims)), "", "heads have one width"),
+    )
+    return refusals("--element-gates", others) if model.element_gates else []
+
+
 def refusals(given, others):
     """others: [(flag, its value, the only value that goes with the flags ``given``, why)]."""
     return [f"{name} {value}: with {given}, {why}; leave it out" for name, value, free, why in others if value != free]

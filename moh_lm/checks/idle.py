@@ -33,7 +33,7 @@ def idle_of_heads(heads, gated):
     used = {
         "all": (),
         "static": (*BUDGETS, *SPREAD, *unit),
-        "gated": ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY),
+        "gated": ("routing", "routing_unit", "gate_width", "dense_warmup_iters", *ROUTER_ONLY),
     }[selection]
     of_routers = [*(entry.name for entry in fields(HeadsConfig)), *ROUTER_ONLY]
     return {f"--head-selection {selection}": [name for name in of_routers if name not in ("head_selection", *used)]}

@@ -10,11 +10,13 @@ from moh_lm.model.initial_gates import gates_of_one, layer_gates
 # Options that do not suit a routing form, and why.
 SIGN = "selects every head with a score above 0"
 CLOSES = "has gates that it would close: it is least where every score is - ln E"
+ALONE = {
+    "routing_top_p": "has gates that do not compete, so that they do not say how sure it is",
+    "router_z_loss": CLOSES,
+}
 REFUSED = {
-    "sigmoid": {
-        "routing_top_p": "has gates that do not compete, so that they do not say how sure it is",
-        "router_z_loss": CLOSES,
-    },
+    "sigmoid": ALONE,
+    "softplus": ALONE,
     "relu": {
         "routing_top_p": SIGN,
         "router_z_loss": CLOSES,
@@ -45,6 +47,7 @@ def model_problems(model):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
     found += attention.latent_problems(model) + attention.width_problems(model) + attention.position_problems(model)
+    found += attention.element_gate_problems(model)
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
@@ -56,6 +59,10 @@ def model_problems(model):
     ]
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
     found += below(model.heads, 0, "router_gumbel_noise", "load_balance_bias_rate")
+    if not 0 <= model.heads.gate_width <= model.hidden_size:
+        found.append(
+            f"--gate-width {model.heads.gate_width}: must be between 0, for all, and --hidden-size {model.hidden_size}"
+        )
     found += bias_problems(model)
     found += own_keys_problems(model)
     if model.heads.head_selection == "mixture":
@@ -75,6 +82,8 @@ def form_problems(heads, post_norm=False):
     ]
     if post_norm and heads.routing == "relu":
         found.append(f"{given}: its gates begin at 1 for normalised inputs; --post-norm has none, leave one flag out")
+    if heads.gate_width and heads.routing == "query_norm":
+        found.append(f"--gate-width {heads.gate_width}: {given} reads queries, by no weights; leave it out")
     if heads.routing_dtype != "fp32" and heads.routing == "relu":
         found.append(f"--routing-dtype {heads.routing_dtype}: {given} ranks nothing; leave it out")
     return found
@@ -111,7 +120,7 @@ def warmup_problems(model):
     return [
         f"--dense-warmup-iters {iterations}: gates of --routing {heads.routing} begin near {shared:.3g} (shared) and "
         f"{selected:.3g} (selected), so the output of attention would shrink by that factor when the warm-up, with "
-        f"gates of 1, ends; choose --routing paper_scaled, the same gates times a constant, or sigmoid"
+        f"gates of 1, ends; choose --routing paper_scaled or sigmoid, whose gates begin with 1"
     ]
 
 
@@ -216,7 +225,21 @@ def budget_problems(model):
         else:
             continue
         first_layer.setdefault(sentence, layer)
-    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()] or spread_problems(model)
+    problems = [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
+    return problems or spread_problems(model) or unrouted_problems(model)
+
+
+def unrouted_problems(model):
+    """Routed groups of heads of which every token uses all, in every layer."""
+    if model.heads.head_selection != "mixture" or model.heads.routing_unit != "key_value_group":
+        return []
+    if any(layer.varies or layer.num_active < layer.num_routed for layer in model.routed_layers()):
+        return []
+    first = model.routed_layer(0)
+    return [
+        f"--routing-unit key_value_group: every token uses all {first.num_shared + first.num_routed} groups, so none "
+        "is routed; choose fewer --num-shared-heads or --num-active-routed-heads, or --routing-unit head"
+    ]
 
 
 def uneven_budget(model, layer):

@@ -140,10 +140,23 @@ def base_problems(run):
         found.append("--checkpoint-dir is missing: give the directory of this run")
     if run.peak_tflops is not None and not 0 < run.peak_tflops < math.inf:
         found.append(f"--peak-tflops {run.peak_tflops:g}: must be above 0, such as 989 for an H100 in bf16")
-    found += below(run, 0, "gpu_hour_price")
+    found += below(run, 0, "gpu_hour_price") + profile_problems(run)
     if run.wandb and importlib.util.find_spec("wandb") is None:
         found.append(f"--wandb {run.wandb}: the package wandb is not installed; pip install wandb, or leave it out")
     return found
+
+
+def profile_problems(run):
+    """What is wrong with the steps to be traced."""
+    try:
+        sound = not run.profile or (run.profiled_steps and run.profiled_steps[0] > 0)
+    except ValueError:
+        sound = False
+    if not sound:
+        return [f"--profile {run.profile}: write the first and the last step as FROM:TO, such as 10:12"]
+    if run.profile_memory and not run.profile:
+        return ["--profile-memory: is a part of a profile; give --profile FROM:TO too, such as 10:12"]
+    return []
 
 
 def kernel_problems(config):
@@ -172,6 +185,7 @@ def backend_problems(config):
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
     limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
+    limits += ["--seq-length-warmup"] * bool(config.data.seq_length_warmup and own)
     if backend == "triton" and limits:
         found.append(f"{given}: does not support --routed-keys selected with {limits[0]}; choose auto or dense")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
@@ -180,6 +194,19 @@ def backend_problems(config):
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
     return found
+
+
+def warmup_problems(config):
+    """What is wrong with --seq-length-warmup."""
+    given, whole = config.data.seq_length_warmup, config.run.seq_length
+    try:
+        length, iterations = config.data.length_warmup if given else (1, 1)
+    except ValueError:
+        length = iterations = 0
+    if 1 <= length < whole and iterations >= 1:
+        return []
+    advice = f"write LENGTH:ITERS, such as 256:5000, with a LENGTH below --seq-length {whole}"
+    return [f"--seq-length-warmup {given}: {advice}"]
 
 
 def window_problems(config):
@@ -235,7 +262,7 @@ def reliability_problems(reliability):
 def alarm_problems(alarms):
     found = below(alarms, 1, "alarm_intervals")
     found += below(alarms, 0, "alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss")
-    found += below(alarms, 0, "alarm_gate_drift")
+    found += below(alarms, 0, "alarm_gate_drift", "alarm_slow_rank")
     found += [
         f"{flag(key)} {getattr(alarms, key):g}: would fire at the usual value; choose {choice}, or 0 for none"
         for key, wrong, choice in (
@@ -243,6 +270,7 @@ def alarm_problems(alarms):
             ("alarm_head_high", 0 < alarms.alarm_head_high <= 1, "a number above 1"),
             ("alarm_throughput", alarms.alarm_throughput >= 1, "a number below 1"),
             ("alarm_balance_loss", 0 < alarms.alarm_balance_loss <= 1, "a number above 1"),
+            ("alarm_slow_rank", 0 < alarms.alarm_slow_rank <= 1, "a number above 1"),
             ("alarm_gate_drift", 0 < alarms.alarm_gate_drift <= 1, "a number above 1"),
         )
         if wrong

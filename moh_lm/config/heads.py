@@ -36,8 +36,11 @@ class HeadsConfig:
     routing: str = option(
         "sigmoid",
         "how scores become gates: softmax shares (paper, Eq. 5-6); the same, scaled to start at 1; the authors' "
-        "released code; 2 x sigmoid; query norms (Eq. 9-10); or ReLU, where K is an average",
-        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"),
+        "released code; 2 x sigmoid; query norms (Eq. 9-10); ReLU, where K is an average; or softplus, as in Laguna",
+        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "softplus"),
+    )
+    gate_width: int = text_option(
+        0, "channels of its input that a router reads, the first ones, such as a sixteenth of --hidden-size; 0: all"
     )
     routing_unit: str = text_option(
         "head",
@@ -129,6 +132,7 @@ class HeadsOfLayers:
 
 BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # of HeadsConfig: a number for each layer
 TWO_STAGE = ("paper", "paper_scaled", "released")  # forms of routing with a1 and a2
+GATED = ("sigmoid", "softplus")  # those that --head-selection gated may have
 SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
 TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",

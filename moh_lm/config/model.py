@@ -86,6 +86,9 @@ class ModelConfig(HeadsOfLayers):
     rms_norm_eps: float = option(1e-5, "epsilon under the square root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
     qk_norm: bool = option(False, "apply RMSNorm to each head's query and key before the positions, as Qwen3 does")
+    element_gates: bool = option(
+        False, "scale each feature of every head by a gate, 2 x sigmoid, as Qwen3-Next does; for --head-selection all"
+    )
     post_norm: bool = option(
         False, "normalize the outputs of attention and MLP instead of their inputs, as OLMo 2 does"
     )

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 from moh_lm.config.fields import ConfigError, flag
+from moh_lm.config.heads import GATED
 
 
 def model_values(model):
@@ -69,15 +70,19 @@ def latent_sizes(model, head_dim):
 def with_budgets(heads, counts, num_layers, group):
     """A ``HeadsConfig`` with a number of shared and of routed heads for each layer: by default half, and a quarter.
 
-    counts: heads, one number or one per layer. group: heads that share a key/value head.
+    Where groups of heads are routed, both are whole groups. counts: heads, one number or one per layer. group: heads
+    that share a key/value head.
     """
     if heads.head_selection == "gated":
         heads = gated_mixture(heads, counts)
     if not heads.num_active_routed_heads:
         budgets = spread_budget(heads, by_layer(counts, num_layers), group, heads.num_shared_heads)
         heads = replace(heads, **budgets)
-    shared = heads.num_shared_heads or tuple(number // 2 for number in counts)
-    routed = heads.num_active_routed_heads or tuple(max(1, number // 4) for number in counts)
+    unit = group if heads.routing_unit == "key_value_group" and heads.head_selection == "mixture" else 1
+    most = tuple(max(0, number // unit - 2) if unit > 1 else number for number in counts)  # two are left to choose from
+    shared = tuple(min(number // 2 // unit, limit) * unit for number, limit in zip(counts, most, strict=True))
+    shared = heads.num_shared_heads or shared
+    routed = heads.num_active_routed_heads or tuple(max(1, number // 4 // unit) * unit for number in counts)
     return replace(
         heads, num_shared_heads=by_layer(shared, num_layers), num_active_routed_heads=by_layer(routed, num_layers)
     )
@@ -86,9 +91,9 @@ def with_budgets(heads, counts, num_layers, group):
 def gated_mixture(heads, counts):
     """--head-selection gated, as it is kept: a mixture whose heads are all shared has the same gates and the same
     parameters, so that its files need no name of their own. Raises ConfigError for what contradicts it."""
-    if heads.routing != "sigmoid":
+    if heads.routing not in GATED:
         given = f"--head-selection gated: contradicts --routing {heads.routing}, since its gates"
-        raise ConfigError([f"{given} are those of sigmoid; add --routing sigmoid"])
+        raise ConfigError([f"{given} are those of sigmoid or softplus; add --routing sigmoid"])
     for name in ("head_budget", "routing_top_p"):
         value = getattr(heads, name)
         if value is not None:

@@ -129,8 +129,19 @@ class RunBase:
         False, "draw the load of every single routed head in TensorBoard and Weights & Biases, besides the maps"
     )
     run_report: bool = option(True, "write report.html, the run report, whenever the run stops or completes")
+    profile: str = option(
+        "", "first and last step of a trace of torch.profiler, written to profile/ of the run", metavar="FROM:TO"
+    )
+    profile_ranks: str = option("first", "ranks that --profile traces", choices=("first", "all"))
+    profile_memory: bool = option(False, "trace allocations too, for --profile; on a GPU with a memory snapshot")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass to save memory")
     compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")
+
+    @property
+    def profiled_steps(self):
+        """The steps of --profile, a range; empty without any. Raises ValueError."""
+        first, _, last = self.profile.partition(":")
+        return range(int(first), int(last) + 1) if self.profile else range(0)
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,9 @@ class ReliabilityConfig:
     keep_every: int = option(0, "always keep checkpoints whose iteration is a multiple of this; 0: none")
     require_checkpoint: bool = option(False, "fail instead of starting from random weights if there is no checkpoint")
     async_save: bool = option(True, "write checkpoints in the background from a copy in CPU memory")
+    after_save: str = option(
+        "", "shell command after every checkpoint, in the background; {path} is its directory", metavar="COMMAND"
+    )
     exit_after: int | None = option(None, "save and exit after this time, for example 3h50m", duration=True)
     hang_timeout: int = option(1800, "abort if a rank makes no progress for this long, for example 30m", duration=True)
     max_skipped_steps: int = option(
@@ -178,6 +192,9 @@ class AlarmConfig:
         "tokens",
     )
     alarm_throughput: float = option(0.7, "raise an alarm if throughput falls below this share of its running median")
+    alarm_slow_rank: float = option(
+        1.5, "raise an alarm if a rank's own work takes this multiple of the median over the ranks that do the same"
+    )
     alarm_balance_loss: float = option(
         1.2, "raise an alarm if a layer's load-balancing loss exceeds this multiple of its running median"
     )

@@ -19,11 +19,29 @@ class DataConfig:
         (), "NAME=WEIGHT for each source; weights need not sum to 1 (default: in proportion to tokens)"
     )
     validation_fraction: float = option(0.001, "share of every source that is held out for validation")
+    packing: str = option(
+        "concatenate",
+        "concatenate: cut the joined documents of a source every --seq-length tokens; best_fit: put documents into "
+        "rows so that few are cut",
+        choices=("concatenate", "best_fit"),
+    )
     reset_at_documents: bool = option(False, "restrict attention and prediction to tokens of the same document")
+    seq_length_warmup: str = option(
+        "",
+        "cut every sequence into parts of LENGTH tokens that do not see each other, twice as long each time until they "
+        "are whole after ITERS iterations",
+        metavar="LENGTH:ITERS",
+    )
     allow_data_change: bool = option(False, "resume with other shards or another mix than the checkpoint's")
     decay_mix: tuple[tuple[str, str], ...] = option(
         (), "NAME=WEIGHT for each source, used once the decay of --schedule wsd begins (default: no other mix)"
     )
+
+    @property
+    def length_warmup(self):
+        """(length, iterations) of --seq-length-warmup, if it is given. Raises ValueError."""
+        length, _, iterations = self.seq_length_warmup.partition(":")
+        return int(length), int(iterations)
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,7 @@ class Config(TaskConfig):
     of_presets = "sets sizes, numbers of heads, batch, budget and learning rate, unless other flags do"
     scripts_have_sizes = True
     unit, sample_name = "nats per token", "sequences"
-    of_data = ("reset_at_documents",)
+    of_data = ("reset_at_documents", "seq_length_warmup")
 
     def half_window(self):
         """The window of --window-strategy sequence, in tokens."""
@@ -100,6 +118,16 @@ class Config(TaskConfig):
     @property
     def seq_length(self):
         return self.run.seq_length
+
+    def length_at(self, samples):
+        """Tokens of the parts into which the step after so many samples cuts its sequences; see --seq-length-warmup."""
+        whole = self.run.seq_length
+        if not self.data.seq_length_warmup:
+            return whole
+        length, iterations = self.data.length_warmup
+        doublings = (-(-whole // length) - 1).bit_length()
+        done = samples * doublings // (iterations * self.run.global_batch_size)
+        return min(whole, length << min(done, doublings))
 
     @property
     def of_loss(self):

@@ -71,7 +71,7 @@ def head_products(config):
     if config.attention == "latent":
         t, rank, latent = config.qk_rope_head_dim, config.q_lora_rank, config.kv_lora_rank
         return (rank or d) * (e + t) + d * e, 2 * e + t, d * ((rank or 0) + latent + t) + 2 * h * latent * e
-    return 2 * d * e, 2 * e, 2 * d * config.num_key_value_heads * e
+    return (2 + config.element_gates) * d * e, 2 * e, 2 * d * config.num_key_value_heads * e
 
 
 def attention_products(config, layer_index, seq_length, active_heads=None):
@@ -93,7 +93,8 @@ def attention_products(config, layer_index, seq_length, active_heads=None):
     if config.heads.head_selection == "mixture":
         layer = config.routed_layer(layer_index)
         form = form_of(config.heads.routing, layer.of_group(), config.heads.two_stage, layer.groups)
-        always += d * sum(rows for rows, _ in form.weights(0, d).values())
+        width = config.heads.gate_width or d
+        always += width * sum(rows for rows, _ in form.weights(0, width).values())
     heads, shared_heads, seeing, kept = config.num_attention_heads, config.always_on_heads(layer_index), active, keys
     if config.own_keys(layer_index):
         seeing = shared_heads + (active - shared_heads) ** 2 / (heads - shared_heads)
@@ -113,7 +114,7 @@ def attention_activation_bytes(config, width, tp, counted=0):
     the gated context are wider: here the mean over layers. Latent values are padded; the latent's norms keep their
     input in fp32 and give their output. Heads of several widths are padded too, but for the last context. counted: keys
     whose positions are counted by CoPE, which keeps seven numbers for each score, and the queries and keys of its
-    products.
+    products. Gates of features keep their sigmoid, themselves and what they give.
     """
     d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
     by_queries = config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries
@@ -127,6 +128,7 @@ def attention_activation_bytes(config, width, tp, counted=0):
     keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``HeadPartition.kv_replication``
     marks = sum(map(config.own_keys, range(config.num_layers))) / config.num_layers * marked_features(e, h // k)
     heads = width * ((2 * h + 2 * keys) * (e + marks) + gated * h * e) + by_queries * 4 * h * e
+    heads += config.element_gates * 3 * width * h * e
     heads += config.qk_norm * (4 + width) * (h + k) * e
     if counted:
         heads += h * (28 * counted + 8 * config.cope_max_position + 12 * e) + 2 * width * (h - k) * e

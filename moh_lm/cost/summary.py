@@ -104,7 +104,7 @@ def describe_heads(model):
         return f"{by_layer(on, '; ')}; static, {share}"
     if not model.routed_layers():
         number = words(model.num_attention_heads)
-        return f"all {number} for every token, each with a gate; routing {heads.routing}"
+        return f"all {number} for every token, each with a gate; routing {', '.join(gate_facts(model))}"
     most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
     triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
     on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
@@ -131,10 +131,17 @@ def describe_switch(model):
     return f"a token uses {share}, with gates that begin near the 1 of before{own}"
 
 
+def gate_facts(model):
+    """What gates are made of, in a few words each."""
+    yield model.heads.routing
+    if model.heads.gate_width:
+        yield f"of the first {model.heads.gate_width} of {model.hidden_size} channels"
+
+
 def routing_facts(model):
     """What the routers do, in a few words each."""
     heads = model.heads
-    yield heads.routing
+    yield from gate_facts(model)
     if heads.routing_unit == "key_value_group":
         yield f"whole key/value groups of {model.heads_per_expert}"
     if model.chooses_in_groups:
@@ -189,6 +196,16 @@ def describe_batches(config):
         f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens; "
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
+    if config.data.seq_length_warmup:
+        yield describe_lengths(config)
+
+
+def describe_lengths(config):
+    """The lengths of --seq-length-warmup, and the steps that they begin with."""
+    steps = {}
+    for step in range(config.data.length_warmup[1] + 1):
+        steps.setdefault(config.length_at(step * config.run.global_batch_size), step)
+    return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for length, step in steps.items())
 
 
 def describe_layout(config, world_size):
@@ -218,6 +235,8 @@ def describe_data(config, dataset):
             f"  {row['name']:<{width}}  {float(row['share']):>7.2%}  {short(row['tokens']):>9}  {row['samples']:>11,}  "
             f"{row['epochs']:>8.3f}  {row['validation_windows']:>8,}"
         )
+    if dataset.packer:
+        yield from dataset.packer.describe(dataset.source_names)
     yield from (f"  {note}" for note in dataset.notes)
     asked = config.run.eval_samples
     few = [f"{row['name']} {row['validation_windows']}" for row in rows if 0 < row["validation_windows"] < asked]

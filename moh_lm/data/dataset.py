@@ -3,9 +3,12 @@
 import difflib
 from pathlib import Path
 
+import numpy as np
+
 from moh_lm.config import ConfigError, DataConfig, raise_any
 from moh_lm.data.mixture import Mixture, data_problems, integer_weights
-from moh_lm.data.segments import changes, next_segments, tokens_read, windows_read
+from moh_lm.data.packing import Packer, Piece
+from moh_lm.data.segments import PACKING, changes, next_segments, tokens_read, windows_read
 from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_files
 from moh_lm.data.source import Source
 from moh_lm.data.training_data import TrainingData
@@ -34,6 +37,9 @@ class Dataset(TrainingData):
             first, later = decay
             self.decay = first, later.after(first, self.consumed(self.segments, first))
         self.tokenizer_path = next(iter(tokenizer_files(data.data_dir)), None)
+        self.packer = None
+        if data.packing == "best_fit":
+            self.packer = Packer(mixture, [source.training for source in self.sources])
 
     @classmethod
     def open(
@@ -110,6 +116,15 @@ class Dataset(TrainingData):
         """The mixture to which sample number ``sample`` belongs; for -1, the mixture with which a run begins."""
         return self.decay[1] if self.decay and sample >= self.decay[0] else self.mixture
 
+    def rows(self, samples) -> tuple[np.ndarray, list[list[Piece]]]:
+        """Numbers of samples [n] of one mixture -> their sources, int64 [n], and the pieces of the source's training
+        stream that each of them is made of. The beginnings of documents are known of packed rows only."""
+        source, epoch, position = self.mixture_of(int(samples[0])).locate(samples)
+        places = zip(source.tolist(), epoch.tolist(), position.tolist(), strict=True)
+        if self.packer:
+            return source, [self.packer.row(*place) for place in places]
+        return source, [[Piece(first, self.mixture.seq_length)] for _, _, first in places]
+
     def tokens_read(self, samples: int) -> int:
         """Tokens of the first ``samples`` samples, whose --seq-length may have changed on the way."""
         return tokens_read(self.segments, samples, self.mixture.seq_length)
@@ -151,6 +166,7 @@ class Dataset(TrainingData):
             "validation_fraction": self.data.validation_fraction,
             "weights": weights,
             "shards": {source.name: source.identity() for source in self.sources if source.name in weights},
+            **({} if self.data.packing == PACKING else {"packing": self.data.packing}),
         }
 
     def consumed(self, segments: list[dict], samples: int) -> dict[str, int]:

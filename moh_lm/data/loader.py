@@ -1,8 +1,9 @@
 """From samples to micro-batches: each rank's share of a step, read ahead of the training loop.
 
-    tokens      w_0 w_1 ... w_{S-1}      of a window w_0 ... w_S
-    labels      w_1 w_2 ... w_S          with resets, -100 where the next token begins another document
-    positions   0 1 2 0 1 ...            with resets only: from 0 at the first token of each document and of the window
+    tokens      w_0 w_1 ... w_{S-1}      of a window w_0 ... w_S, or of the pieces of a packed row
+    labels      w_1 w_2 ... w_S          with resets or packed, -100 where the next token begins another document
+    positions   0 1 2 0 1 ...            with resets only: from 0 at the first token of each document and of the window,
+                                         and of each part of it in a warm-up of the length
 
 With resets a document neither sees nor predicts another: its last token, which would have to guess how an unrelated
 text begins, has no label.
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from moh_lm.data.dataset import Dataset
+from moh_lm.data.packing import Piece
 from moh_lm.parallel.cross_entropy import IGNORED
 
 AHEAD = 2  # steps that are read before they are asked for
@@ -25,21 +27,22 @@ class MicroBatch(NamedTuple):
     tokens: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64: the next token, or -100 where none is to be predicted
     sources: torch.Tensor  # [b] int64: index into Dataset.source_names
-    positions: torch.Tensor | None = None  # [b, s] int64: of each token in its document; None without resets
+    positions: torch.Tensor | None = None  # [b, s] int64: of each token in its document or part; None without any
     samples: torch.Tensor | None = None  # [b] int64: their numbers in the run; None of held-out sequences
 
 
 class Loader:
     """The micro-batches of one data-parallel rank; ranks that differ only in other dimensions read the same.
 
-    reset_at_documents: give positions, and no label to the last token of a document. pin_memory: for GPUs, where copies
-    from unpinned memory wait for earlier kernels. A thread reads ahead of the step that was asked for; ``close`` ends
-    it.
+    reset_at_documents: give positions, and no label to the last token of a document. length_at: a function from
+    consumed samples to the length in tokens of the parts of a window that do not see each other; None: windows stay
+    whole. pin_memory: for GPUs, where copies from unpinned memory wait for earlier kernels. A thread reads ahead of the
+    step that was asked for; ``close`` ends it.
     """
 
     def __init__(
         self, dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, data_parallel_rank: int,
-        data_parallel_size: int, reset_at_documents: bool = False, pin_memory: bool = False,
+        data_parallel_size: int, reset_at_documents: bool = False, length_at=None, pin_memory: bool = False,
     ):  # fmt: skip
         self.dataset = dataset
         self.global_batch_size = global_batch_size
@@ -48,6 +51,7 @@ class Loader:
         self.rank = data_parallel_rank
         self.size = data_parallel_size
         self.reset_at_documents = reset_at_documents
+        self.length_at = length_at
         self.pin_memory = pin_memory
         self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self.ahead = deque()  # (consumed_samples, future) of the steps that are being read, in order
@@ -78,9 +82,11 @@ class Loader:
 
     def read_step(self, consumed_samples):
         first = consumed_samples + self.rank * self.samples_per_step
-        mixture, samples = self.dataset.mixture_of(first), np.arange(first, first + self.samples_per_step)
-        source, _, position = mixture.locate(samples)  # a decay begins between two steps
-        return self.micro_batches([entry.training for entry in self.dataset.sources], source, position, samples)
+        samples = np.arange(first, first + self.samples_per_step)
+        source, rows = self.dataset.rows(samples)  # a decay begins between two steps
+        streams = [entry.training for entry in self.dataset.sources]
+        part = self.length_at(consumed_samples) if self.length_at else None
+        return self.micro_batches(streams, source, rows, samples, part)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:
         """This rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are fewer.
@@ -92,24 +98,34 @@ class Loader:
         filler = -len(position) % (self.micro_batch_size * self.size)
         position = np.concatenate([position, np.full(filler, -1)])
         mine = position.reshape(-1, self.size, self.micro_batch_size)[:, self.rank].reshape(-1)  # [n, R, b] -> [n b]
-        return self.micro_batches([entry.validation for entry in self.dataset.sources], np.full(len(mine), index), mine)
+        rows = [[Piece(first, self.dataset.mixture.seq_length)] if first >= 0 else [] for first in mine.tolist()]
+        return self.micro_batches([entry.validation for entry in self.dataset.sources], np.full(len(mine), index), rows)
 
-    def micro_batches(self, streams, source, position, samples=None):
-        """Windows at ``position`` [n] of the streams ``source`` [n], cut into micro-batches; position -1 is filler."""
+    def micro_batches(self, streams, source, rows, samples=None, part=None):
+        """``rows`` of ``Piece``s of the streams ``source`` [n], cut into micro-batches; a row without pieces is filler.
+
+        part: tokens of the parts of a row that do not see each other; None: it is whole.
+        """
         length = self.dataset.mixture.seq_length
-        windows = np.zeros((len(position), length + 1), dtype=np.int64)
-        starts = np.zeros_like(windows) if self.reset_at_documents else None  # of the document of each token
-        for row, (s, first) in enumerate(zip(source.tolist(), position.tolist(), strict=True)):
-            if first >= 0:
-                windows[row] = streams[s].read(first, length + 1)
-                if self.reset_at_documents:
-                    found = streams[s].document_starts(first, length + 1)
-                    starts[row, found] = found
-        labels = np.where(position[:, None] >= 0, windows[:, 1:], IGNORED)
-        arrays = {"tokens": windows[:, :-1].copy(), "labels": labels, "sources": source}
+        tokens = np.zeros((len(rows), length), dtype=np.int64)
+        labels = np.full_like(tokens, IGNORED)
+        begins = np.zeros_like(tokens)  # of the document of each token
+        for row, (s, pieces) in enumerate(zip(source.tolist(), rows, strict=True)):
+            at = 0
+            for piece in pieces:
+                ids, here = streams[s].read(piece.first, piece.count + 1), slice(at, at + piece.count)
+                tokens[row, here], labels[row, here] = ids[:-1], ids[1:]
+                starts = [at, *(at + start for start in self.starts(streams[s], piece))]
+                labels[row, [start - 1 for start in starts[1:]]] = IGNORED
+                starts = [start for start in starts if start < length]
+                begins[row, starts] = starts
+                at += piece.count
+        arrays = {"tokens": tokens, "labels": labels, "sources": source}
         if self.reset_at_documents:
-            labels[starts[:, 1:] > 0] = IGNORED
-            arrays["positions"] = np.arange(length) - np.maximum.accumulate(starts[:, :-1], axis=1)
+            arrays["positions"] = np.arange(length) - np.maximum.accumulate(begins, axis=1)
+        if part is not None and part < length:
+            within = np.broadcast_to(np.arange(length) % part, tokens.shape).copy()
+            arrays["positions"] = np.minimum(arrays.get("positions", within), within)
         if samples is not None:
             arrays["samples"] = samples
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -117,5 +133,11 @@ class Loader:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return [
             MicroBatch(**{name: tensor[start : start + self.micro_batch_size] for name, tensor in tensors.items()})
-            for start in range(0, len(position), self.micro_batch_size)
+            for start in range(0, len(rows), self.micro_batch_size)
         ]
+
+    def starts(self, stream, piece):
+        """Where after the first token of a piece a document begins: known of packed rows, and wanted with resets."""
+        if self.reset_at_documents and not piece.starts:
+            return stream.document_starts(piece.first, piece.count + 1)
+        return piece.starts

@@ -7,10 +7,13 @@ segment with the largest ``first_sample`` up to n place it, with the number of w
     {"first_sample": 0, "seed": 1234, "seq_length": 2048, "validation_fraction": 0.001,
      "weights": {source: integer}, "shards": {source: hash of the contents}, "consumed": {source: windows}}
 
+A segment has "packing" too if it is not ``PACKING``.
+
 The separate mix of a decay (--decay-mix) is a segment too, one that is planned from the start.
 
 A source continues at its next unread window, and in its epoch, if its windows and their order are the same as in an
-earlier segment: the same shards, seed, sequence length and validation fraction. Otherwise it begins at window 0.
+earlier segment: the same shards, seed, sequence length, validation fraction and packing. Otherwise it begins at
+window 0.
 """
 
 from collections.abc import Mapping
@@ -18,7 +21,9 @@ from collections.abc import Mapping
 from moh_lm.data.mixture import sample_counts
 from moh_lm.units import listing
 
-ORDER = ("seed", "seq_length", "validation_fraction")  # what the windows of every source depend on
+ORDER = ("seed", "seq_length", "validation_fraction", "packing")  # what the windows of every source depend on
+PACKING = "concatenate"  # of segments that do not say theirs
+PLACE = ("first_sample", "consumed")  # what a segment has besides the fingerprint
 NAMED = 3  # shards of a source that a sentence names
 
 
@@ -28,7 +33,7 @@ def next_segments(segments: list[dict], fingerprint: dict, consumed_samples: int
     ``segments``: the earlier ones; if the last of them has this fingerprint, no new one is added.
     """
     segments = [segment for segment in segments if segment["first_sample"] < consumed_samples]
-    if segments and all(segments[-1][key] == value for key, value in fingerprint.items()):
+    if segments and {key: value for key, value in segments[-1].items() if key not in PLACE} == fingerprint:
         return segments
     consumed = {name: windows_read(segments, consumed_samples, name, fingerprint) for name in fingerprint["weights"]}
     return [*segments, {"first_sample": consumed_samples, **fingerprint, "consumed": consumed}]
@@ -38,13 +43,18 @@ def windows_read(segments, consumed_samples, name, fingerprint) -> int:
     """Windows of the source ``name``, as it is in ``fingerprint``, among the first ``consumed_samples`` of a run."""
     end = consumed_samples
     for segment in reversed(segments):
-        same_order = all(segment[key] == fingerprint[key] for key in ORDER)
+        same_order = order_of(segment) == order_of(fingerprint)
         if same_order and segment["shards"].get(name) == fingerprint["shards"][name]:
             sources = sorted(segment["weights"])
             counts = sample_counts([segment["weights"][source] for source in sources], end - segment["first_sample"])
             return segment["consumed"][name] + int(counts[sources.index(name)])
         end = segment["first_sample"]
     return 0
+
+
+def order_of(segment):
+    """The values of ``ORDER`` in a segment or a fingerprint."""
+    return [segment.get(key, PACKING) if key == "packing" else segment[key] for key in ORDER]
 
 
 def tokens_read(segments, samples, seq_length) -> int:
@@ -58,9 +68,8 @@ def tokens_read(segments, samples, seq_length) -> int:
 
 def changes(before: dict, units_before: Mapping, now: dict, units_now: Mapping) -> list[str]:
     """A sentence for each difference between two fingerprints; ``units``: source -> shard -> hash of its contents."""
-    found = [
-        f"--{key.replace('_', '-')} was {before[key]} and is {now[key]}" for key in ORDER if before[key] != now[key]
-    ]
+    orders = zip(ORDER, order_of(before), order_of(now), strict=True)
+    found = [f"--{key.replace('_', '-')} was {was} and is {now_is}" for key, was, now_is in orders if was != now_is]
     for name in sorted(before["weights"].keys() | now["weights"].keys()):
         was, share = describe_share(before["weights"], name), describe_share(now["weights"], name)
         if share is None:

@@ -83,7 +83,7 @@ class LayerCache:
                 last = new[-kept.shape[2] :, 0].transpose(0, 1)  # [k, at most T, e], or [h, at most T]
                 kept[row, :, positions[-last.shape[1] :] % kept.shape[2]] = last
         heads = self.attention.core_attention(query, key, value, routing.gates, routing.selected)
-        return self.attention.o_proj(heads.flatten(2))
+        return self.attention.output(heads, x)
 
     def read_token(self, x, lengths):
         """What the layer's attention makes of one new token per row, which it keeps. x: [1, b, d], normalised.
@@ -106,7 +106,7 @@ class LayerCache:
             added = self.attention.core_attention.added_to_cache(query[0], self.keys, lengths)
             held = lengths.clamp_max(room)
             heads = self.answered(self.attend(query[0], held, active, gates, added))
-        return self.attention.o_proj(heads[None].flatten(2))
+        return self.attention.output(heads[None], x)
 
     def attend(self, query, held, active, gates, added):
         """g_i H_i of new tokens; see ``decode_attention``."""

@@ -19,7 +19,8 @@ class Attention(nn.Module):
     """Self-attention with a gate per head.
 
     moh_lm/build.py makes the parts and chooses the subclass: one may project x in another way (``make_projections`` and
-    ``project``), or route after the queries are made (``forward``). This class knows none of them.
+    ``project``), route after the queries are made (``forward``), or weigh what heads give (``output``). This class
+    knows none of them.
     """
 
     def __init__(self, config, heads, router, core_attention, positions, init_std, output_std):
@@ -53,7 +54,11 @@ class Attention(nn.Module):
         query, key, value = self.project(x, table)
         query = self.positions.query(self.q_norm(query), table)
         heads = self.core_attention(query, key, value, routing.gates, routing.selected, mask)  # g_i H_i
-        return self.o_proj(heads.flatten(2)), routing
+        return self.output(heads, x), routing
+
+    def output(self, heads, x):
+        """g_i H_i [s, b, h/tp, e] and what they were made of [s, b, d] -> [s/tp, b, d]."""
+        return self.o_proj(heads.flatten(2))
 
     def project(self, x, table):
         """Queries before their norm and positions [s, b, h/tp, e]; keys at their positions and values [s, b, kv/tp, e].

@@ -13,6 +13,8 @@ ones, K of which are selected:
     sigmoid        g_i = 2 sigmoid(s_i) for shared and selected experts; no competition, no second stage. W_s begins
                    with zeros, so that these gates begin with exactly 1. With all heads shared it is the head-wise gate
                    of Gated Attention (Qiu et al. 2025, arXiv 2505.06708), times 2
+    softplus       g_i = softplus(s_i) = ln(1 + exp s_i), the head-wise gate of Laguna, without an upper bound. Scores
+                   are ranked and balanced as those of sigmoid are. Gates of shared heads begin with ln 2
     relu           g_i = ReLU(s_i): routed experts with a score above 0 are selected, however many. Shared ones as with
                    sigmoid. W_r is drawn so that the gates of selected experts begin with 1 on average. L_b is the L1
                    norm of the gates, weighed by the load, and its coefficient steers the mean number of selected
@@ -55,8 +57,8 @@ class Paper:
         self.two_stage = two_stage and self.has_types and layer.num_shared > 0 and layer.num_routed > 0
         self.balance_factor = 1
 
-    def weights(self, init_std, hidden_size):
-        """{name: (rows, deviation of their first values)} of the matrices [rows, d] that give the scores."""
+    def weights(self, init_std, width):
+        """{name: (rows, deviation of their first values)} of the matrices [rows, width] that give the scores."""
         rows = {"w_shared": self.layer.num_shared, "w_routed": self.layer.num_routed, "w_type": 2 * self.two_stage}
         return {name: (count, init_std) for name, count in rows.items() if count}
 
@@ -113,8 +115,8 @@ class Released(PaperScaled):
 class Sigmoid(Paper):
     has_types = False
 
-    def weights(self, init_std, hidden_size):
-        found = super().weights(init_std, hidden_size)
+    def weights(self, init_std, width):
+        found = super().weights(init_std, width)
         return found | ({"w_shared": (self.layer.num_shared, 0.0)} if self.layer.num_shared else {})
 
     def shared_gates(self, scores):
@@ -131,6 +133,14 @@ class Sigmoid(Paper):
         return 2 * scores.sigmoid() * selected
 
 
+class Softplus(Sigmoid):
+    def shared_gates(self, scores):
+        return F.softplus(scores)
+
+    def routed_gates(self, scores, probability, selected):
+        return F.softplus(scores) * selected
+
+
 class Relu(Sigmoid):
     by_sign = True
     first_score = 1.0
@@ -139,9 +149,9 @@ class Relu(Sigmoid):
         super().__init__(layer, two_stage)
         self.balance_factor = layer.num_routed / max(1, layer.num_active)
 
-    def weights(self, init_std, hidden_size):
-        found = super().weights(init_std, hidden_size)
-        deviation = math.sqrt(math.pi / (2 * hidden_size))  # scores of normalised inputs: N(0, pi / 2)
+    def weights(self, init_std, width):
+        found = super().weights(init_std, width)
+        deviation = math.sqrt(math.pi / (2 * width))  # scores of normalised inputs: N(0, pi / 2)
         return found | ({"w_routed": (self.layer.num_routed, deviation)} if self.layer.num_routed else {})
 
     def probability(self, scores):
@@ -155,7 +165,7 @@ class Relu(Sigmoid):
 class QueryNorm(Paper):
     reads_queries, has_types = True, False
 
-    def weights(self, init_std, hidden_size):
+    def weights(self, init_std, width):
         return {}
 
     def scores(self, norms):
@@ -196,8 +206,8 @@ class InGroups:
         self.first_score, self.type_weights = form.first_score, form.type_weights
         self.balance_factor = form.balance_factor / groups
 
-    def weights(self, init_std, hidden_size):
-        found = self.form.weights(init_std, hidden_size).items()
+    def weights(self, init_std, width):
+        found = self.form.weights(init_std, width).items()
         return {name: (rows * (1 if name == "w_type" else self.groups), std) for name, (rows, std) in found}
 
     def scores(self, norms):
@@ -233,6 +243,7 @@ FORMS = {
     "paper_scaled": PaperScaled,
     "released": Released,
     "sigmoid": Sigmoid,
+    "softplus": Softplus,
     "relu": Relu,
     "query_norm": QueryNorm,
 }

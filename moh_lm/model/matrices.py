@@ -32,9 +32,9 @@ def blocks_of(name, model, split):
     """``Blocks`` of a matrix, or None if it is orthogonalised whole. model: ``ModelConfig``. split: --muon-split."""
     kind = name.split(".")[-2]
     widths = dict.fromkeys(("q_proj", "q_b_proj"), model.query_dim) | {"kv_b_proj": 2 * model.head_dim}
-    widths |= dict.fromkeys(("k_proj", "v_proj", "o_proj"), model.head_dim)
+    widths |= dict.fromkeys(("k_proj", "v_proj", "o_proj", "g_proj"), model.head_dim)
     if split == "matrix" or kind not in widths:
         return None
-    of_queries = kind in ("q_proj", "o_proj") and split == "group"
+    of_queries = kind in ("q_proj", "o_proj", "g_proj") and split == "group"
     heads = model.queries_per_key if of_queries else 1
     return Blocks(1 if kind == "o_proj" else 0, heads * widths[kind])

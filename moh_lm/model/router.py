@@ -104,8 +104,8 @@ class Gates(nn.Module):
     """What routers with gates have in common: weights of the routing form, and gates of this rank's heads.
 
     config: ``ModelConfig``, or a layer of an image model. heads: ``HeadPartition`` of the layer; by default that of one
-    rank. Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only
-    where the form has a use for it.
+    rank. Parameters: w_shared [n_s, w], w_routed [E, w], w_type [2, w]; each only where the form has a use for it. They
+    read the first w channels of the input: ``gate_width`` of them, or all d.
     """
 
     def __init__(self, config, layer_index, init_std, group=None, heads=None):
@@ -117,12 +117,13 @@ class Gates(nn.Module):
         size, shared = self.layer.heads_per_expert, self.layer.num_shared
         self.heads = heads or HeadPartition(size * (shared + self.layer.num_routed), size * shared, None)
         self.copies = group_size(group) if self.form.reads_queries else 1  # of each token's row, one on each tp rank
-        weights = self.form.weights(init_std, config.hidden_size)
+        self.width = options.gate_width or config.hidden_size
+        weights = self.form.weights(init_std, self.width)
         if "w_type" in weights:  # two scores at every width, of all heads together: an output of width transfer
             weights["w_type"] = (2, init_std * math.sqrt(config.width_ratio))
         for name in WEIGHTS:
             rows, deviation = weights.get(name, (0, None))
-            parameter = make_parameter((rows, config.hidden_size), deviation) if rows else None
+            parameter = make_parameter((rows, self.width), deviation) if rows else None
             self.register_parameter(name, parameter)
 
     def dense_warmup_output(self, x):
@@ -130,6 +131,11 @@ class Gates(nn.Module):
         zero = sum((weight.sum() * 0 for weight in self.parameters()), x.new_zeros(()))
         gates = x.new_ones((*x.shape[:2], self.heads.num_heads))
         return RouterOutput(self.local(gates + zero).to(torch.promote_types(x.dtype, torch.float32)))
+
+    def products(self, x, weight):
+        """Scores by a weight [n, w], of this rank's tokens x [s/tp, b, d]: [s/tp, b, n]."""
+        read = x if self.width == x.shape[-1] else x[..., : self.width]
+        return wide_linear(read, replicate(weight, self.group))
 
     def local(self, per_head):
         """Of all heads and this rank's tokens, [s/tp, b, h] -> of this rank's heads and all tokens, [s, b, h/tp]."""
@@ -149,7 +155,7 @@ class GatedHeads(Gates):
         """x: [s/tp, b, d], the normalised input of the attention layer. inputs: ``RouterInputs``."""
         if inputs.dense_warmup:
             return self.dense_warmup_output(x)
-        gates = self.form.shared_gates(wide_linear(x, replicate(self.w_shared, self.group)))
+        gates = self.form.shared_gates(self.products(x, self.w_shared))
         losses = gates.new_zeros(gates.shape[1])
         rows = make_rows(losses, None, gates, gates.new_zeros(gates.shape[1], 0), self.copies)
         return RouterOutput(self.local(self.per_head(gates)), None, losses.sum(), rows)
@@ -217,8 +223,8 @@ class HeadRouter(Gates):
             return *(part.to(wide) for part in self.form.scores(x)), None
         weights = [self.w_shared, self.w_routed, self.w_type]
         rows = [0 if weight is None else weight.shape[0] for weight in weights]
-        weight = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
-        return wide_linear(x, weight).split(rows, dim=-1)
+        weight = torch.cat([weight for weight in weights if weight is not None])
+        return self.products(x, weight).split(rows, dim=-1)
 
     def ranking(self, scores, probability, samples):
         """What is selected by, [s/tp, b, E]: the scores with their noise, or the affinities with their bias."""

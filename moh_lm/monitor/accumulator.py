@@ -5,14 +5,12 @@ Times belong to one process: after a resume they cover only the steps since.
 """
 
 import math
-import resource
 from copy import copy
 
 import torch
 
 from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
-from moh_lm.parallel.consensus import from_all_ranks
 
 PARTS = ("data", "forward_backward", "optimizer", "save")  # of the time of a step
 COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # in a checkpoint, beside both sums
@@ -40,11 +38,13 @@ class MetricsAccumulator:
         self.skipped_sequences = [0] * len(self.names)  # of each source in steps that were skipped
         self.not_finite = {}  # {source: steps that were skipped because of it}
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.own_seconds = 0.0  # of this rank, see moh_lm.monitor.ranks
         self.timed_steps = self.timed_tokens = 0
 
-    def add(self, result, data_seconds, tokens, not_finite=()):
+    def add(self, result, data_seconds, tokens, not_finite=(), forward_seconds=0.0):
         """Add a step. data_seconds: how long it waited for its batches. not_finite: sources with a loss or gradient
-        that is not finite."""
+        that is not finite. forward_seconds: time from ``ForwardTimer``.
+        """
         if result.skipped:
             self.skipped_steps += 1
             sequences = result.losses[:, 2].tolist()
@@ -57,6 +57,7 @@ class MetricsAccumulator:
             self.not_finite[name] = self.not_finite.get(name, 0) + 1
         for part, seconds in {"data": data_seconds, **result.seconds}.items():
             self.seconds[part] += seconds
+        self.own_seconds += data_seconds + forward_seconds
         self.timed_steps += 1
         self.timed_tokens += tokens
 
@@ -70,6 +71,9 @@ class MetricsAccumulator:
 
     def seconds_per_step(self):
         return {part: ratio(seconds, self.timed_steps) for part, seconds in self.seconds.items()}
+
+    def own_seconds_per_step(self):
+        return ratio(self.own_seconds, self.timed_steps)
 
     def loss(self):
         """Mean training loss per token."""
@@ -110,18 +114,6 @@ class MetricsAccumulator:
                 self.routers.fill_(math.nan)
         for name in COUNTED:
             setattr(self, name, copy(state[name]))
-
-
-def waits_and_memory(accumulator, device):
-    """[(seconds that a step waited for its data, peak memory in bytes)] of every rank; all call it together."""
-    return from_all_ranks((accumulator.seconds_per_step()["data"], peak_memory(device)))
-
-
-def peak_memory(device):
-    """Peak bytes handed out by the device's allocator, or on a CPU the peak memory of the process."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.get_device_module(device).max_memory_allocated(device)
 
 
 def ratio(total, count):

@@ -13,16 +13,19 @@ import math
 import statistics
 
 from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
+from moh_lm.monitor.ranks import slowest_rank
 from moh_lm.units import listing
 
 WINDOW, ENOUGH = 50, 5
 AGAIN = 10  # intervals after a line about a kind of alarm in which there is no other
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
-DRIFT = "gate drift"
+DRIFT, SLOW_RANK = "gate drift", "slow rank"
+PLACES = {SOURCE: "source", SLOW_RANK: "rank"}  # of kinds that are not about a layer
 
 
 class Alarms:
-    """The alarms that fire. A condition is (kind, place, head); place is a layer or source, head a routed head or None.
+    """The alarms that fire. A condition is (kind, place, head); place is a layer, source or rank, head a routed head.
+    Either may be None.
 
     settings: ``AlarmConfig``. layers: ``RoutedLayer``s. shares: {source: its share of the mix}.
     """
@@ -41,12 +44,13 @@ class Alarms:
         """[facts for the event log] of the alarms that begin or end with an interval.
 
         accumulator: ``MetricsAccumulator`` of the interval. figures: its ``head_figures``, or None. ranks: result of
-        ``waits_and_memory``.
+        ``rank_figures``.
         """
         held = dict(self.dead_sources(accumulator))
         if accumulator.timed_tokens:
             held.update(self.slow(accumulator, ranks))
-        known = {THROUGHPUT, SOURCE}
+            held.update(self.slow_rank(ranks))
+        known = {THROUGHPUT, SOURCE, SLOW_RANK}
         if figures:
             held.update(self.collapsed(figures))
             held.update(self.unbalanced(figures))
@@ -101,10 +105,17 @@ class Alarms:
         usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, 0)
         if usual is not None:
             text = f"{rate:,.0f} tokens/s after a median of {usual:,.0f}"
-            waits = [data for data, _ in ranks]
+            waits = [figures.data for figures in ranks]
             if waits and max(waits) > (sum(seconds.values()) - seconds["save"]) / 10:
                 text += f"; rank {waits.index(max(waits))} waits {max(waits):.2f} s per step for its data"
             yield (THROUGHPUT, None, None), text
+
+    def slow_rank(self, ranks):
+        limit = self.settings.alarm_slow_rank
+        slowest = slowest_rank(ranks) if ranks and limit else None
+        if slowest and slowest.seconds > limit * slowest.median:
+            text = f"{slowest.seconds:.3g} s per step of its own work, the median of ranks like it {slowest.median:.3g}"
+            yield (SLOW_RANK, slowest.rank, None), text
 
     def beyond(self, key, value, low, high):
         """The running median if ``value`` is below ``low`` or above ``high`` times it. Otherwise None, and ``value``
@@ -155,6 +166,7 @@ class Alarms:
         self.streaks = {tuple(condition): number for *condition, number in state["streaks"]}
         self.firing = {tuple(condition): number for *condition, number in state["ringing"]}
         self.history = {tuple(key): values for *key, values in state["history"]}
+        self.forget(SLOW_RANK)  # other devices may have these numbers now
         if same_data:
             self.unseen = dict(state["unseen"])
         else:
@@ -182,7 +194,7 @@ def grouped(event, conditions, details, unit):
         if heads and not said:
             said = [f"{unit} {head}" for head in heads]
         facts = {"event": event, "alarm": kind, "details": said}
-        facts |= {"source": place} if kind == SOURCE else {"layer": place} if place is not None else {}
+        facts |= {PLACES.get(kind, "layer"): place} if place is not None else {}
         found.append(facts | ({f"{unit}s": heads} if heads else {}))
     return found
 
@@ -213,17 +225,18 @@ def announced(kind, waiting):
     for event in reversed(latest_first):
         same = [facts for facts in waiting if facts["event"] == event]
         word = "note" if (kind, event) == (THROUGHPUT, "alarm") else event  # a busy machine spoils no result
-        places = list(dict.fromkeys(facts.get("source", facts.get("layer")) for facts in same))
+        what = PLACES.get(kind, "layer")
+        places = list(dict.fromkeys(facts.get(what) for facts in same))
         said = same[-1]["details"]
         if len(places) > 1 and said:
-            said = [f"for example {said[0]} ({'source' if kind == SOURCE else 'layer'} {places[-1]})"]
+            said = [f"for example {said[0]} ({what} {places[-1]})"]
         more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
         yield f"{word}: {kind}{where(kind, places)}" + (f": {'; '.join(said[:8])}{more}" if said else "")
 
 
 def where(kind, places):
-    """Such as " in layer 3"; a source is named alone."""
+    """Such as " in layer 3"; a source and a rank are named alone."""
     if places == [None]:
         return ""
-    layers = "" if kind == SOURCE else " in layer" + "s" * (len(places) > 1)
+    layers = "" if kind in PLACES else " in layer" + "s" * (len(places) > 1)
     return f"{layers} {listing(places)}"

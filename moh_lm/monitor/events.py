@@ -1,8 +1,9 @@
 """events.jsonl, the record of what happened to a run besides its steps, and files of rows that survive a full disk.
 
 One object per event: "time" (UTC), "event", "step", and facts. Events: import, started, saved, resumed, damaged,
-skipped, spike, stopped, complete, failed, data changed, routing changed, loss changed, training changed, dense warm-up
-over, alarm, alarm over. Lines are only ever added, so the file also remembers that there once were checkpoints.
+skipped, spike, stopped, complete, failed, after-save failed, data changed, routing changed, loss changed, training
+changed, dense warm-up over, alarm, alarm over. Lines are only ever added, so the file also remembers that there once
+were checkpoints.
 
 A log is not worth ending a run for: rows that cannot be written now are written later.
 """

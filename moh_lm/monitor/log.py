@@ -55,6 +55,8 @@ class RunLog:
         scalars |= {f"runtime/mfu_{kind}": share for kind, share in runtime["mfu"].items()}
         scalars |= {f"runtime/seconds_{part}": seconds for part, seconds in runtime["seconds"].items()}
         scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
+        scalars["runtime/seconds_rank_slowest"] = runtime["slowest_rank"]["seconds"]
+        scalars["runtime/seconds_rank_median"] = runtime["slowest_rank"]["median"]
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
         scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(record.get("window", ()))}
         self.writers.scalars(scalars | head_scalars(self.model, figures, self.head_curves), step)

@@ -9,16 +9,17 @@ from moh_lm.cost.flops import peak_flops
 from moh_lm.data.files import publish
 from moh_lm.monitor.accumulator import ratio
 from moh_lm.monitor.events import complete_rows
+from moh_lm.monitor.ranks import slowest_rank
 
 
 def training_record(config, dataset, accumulator, step, rate, grad_norm, figures, ranks, device, flops):
     """The object of metrics.jsonl for the interval that ends after ``step``; its head metrics are rounded.
 
-    figures: ``MetricsAccumulator.head_figures``. ranks: result of ``waits_and_memory``. flops: FLOPs per token, from
+    figures: ``MetricsAccumulator.head_figures``. ranks: result of ``rank_figures``. flops: FLOPs per token, from
     ``flops_per_token`` of moh_lm.cost.flops.
     """
     run, losses, speed = config.run, accumulator.source_losses(), accumulator.tokens_per_second()
-    data, memory = zip(*ranks, strict=True)
+    data, memory = [figures.data for figures in ranks], [figures.memory for figures in ranks]
     balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
     model = config.model.after(accumulator.began(step, config.tokens_per_iteration))
     return {
@@ -38,6 +39,7 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
         "runtime": {
             "seconds": rounded(accumulator.seconds_per_step()),
             "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
+            "slowest_rank": rounded(slowest_rank(ranks)._asdict()),
             "mfu": rounded(utilization(config, model, speed, len(ranks), device, figures or {}, flops)),
             "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
         },

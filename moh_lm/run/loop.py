@@ -12,16 +12,19 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.summary import describe_switch
-from moh_lm.monitor.accumulator import MetricsAccumulator, waits_and_memory
+from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms, Announcer
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.ranks import ForwardTimer, rank_figures
 from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
 from moh_lm.monitor.surroundings import surroundings
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.after_save import AfterSave
 from moh_lm.run.nodes import check_nodes
+from moh_lm.run.profile import StepProfile
 from moh_lm.run.resume import resume
 from moh_lm.run.state import RunState
 from moh_lm.supervise.processes import log_rank0
@@ -70,6 +73,7 @@ class Run:
         )
         self.engine = task.make_engine(config, self.groups, device, len(dataset.source_names))
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
+        self.timer = ForwardTimer(self.engine.model, device)
         watchdog.progress()
         for sentence in self.engine.compare_kernels():
             log_rank0(sentence)
@@ -91,15 +95,19 @@ class Run:
         self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
+        self.after_save = AfterSave(
+            self.config.reliability.after_save, self.event_log, self.config.reliability.hang_timeout
+        )
         self.saver = Saver(
             checkpoints,
             keep_last=self.config.reliability.keep_last,
             keep_every=self.config.reliability.keep_every,
             background=self.config.reliability.async_save,
             verified=[step] if step else [],
-            on_saved=lambda step, path, facts: self.event_log.add("saved", step, f"saved {path}", **facts),
+            on_saved=self.saved,
             progress=self.watchdog.progress,
         )
+        self.profile = StepProfile(run, self.device)
         first = dist.get_rank() == 0
         if first:
             self.event_log.add("started", step, **surroundings(self.device))
@@ -112,10 +120,17 @@ class Run:
             if self.log:
                 self.log.started = time.perf_counter()  # the time left is that of steps like those to come
 
+    def saved(self, step, path, facts):
+        """A checkpoint is complete. On rank 0."""
+        self.event_log.add("saved", step, f"saved {path}", **facts)
+        self.after_save.add(step, path)
+
     def step(self):
         """One iteration, with the log line, evaluation and checkpoint that are due after it."""
         run = self.config.run
+        self.profile.begin(self.state.step + 1)
         rate, result = self.train()
+        self.profile.end(self.state.step)
         step, last = self.state.step, self.complete()
         if due(step, run.log_interval) or last:
             self.write_log(rate, result)
@@ -128,6 +143,7 @@ class Run:
             self.saver.save(step, self.engine.fragments(), self.engine.config_now(), self.state.capture(), tokenizer)
         elif not writing:
             self.saver.finish()
+        self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started
         if self.log:
             self.log.progress(step)
@@ -161,7 +177,7 @@ class Run:
             self.event_log.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources)
+        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources, self.timer.take())
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
@@ -169,7 +185,7 @@ class Run:
     def write_log(self, rate, result):
         """Write the line of the interval that ends here, and the alarms that begin or end with it."""
         config, step, accumulator = self.engine.config_now(), self.state.step, self.accumulator
-        ranks = waits_and_memory(accumulator, self.device)
+        ranks = rank_figures(accumulator, self.groups, self.device)
         if self.log:
             figures = None
             if config.model.after(accumulator.began(step, config.tokens_per_iteration)) == config.model:
@@ -191,7 +207,9 @@ class Run:
 
     def close(self):
         """Wait until everything is written, and record how the run ended."""
+        self.profile.close()
         self.saver.close()
+        self.after_save.close(self.watchdog.progress)
         self.loader.close()
         if self.log:
             self.log.close()

@@ -50,6 +50,7 @@ def make_loader(config, dataset, groups, device):
         data_parallel_rank=dist.get_rank(groups.data) // config.parallel.context_parallel_size,
         data_parallel_size=config.data_parallel_size(dist.get_world_size()),
         reset_at_documents=config.data.reset_at_documents,
+        length_at=config.length_at,
         pin_memory=device.type == "cuda",
     )
 

@@ -16,7 +16,7 @@ from data_prep.tokenize import extend_flags
 from moh_lm.config import ConfigError
 from moh_lm.data.tiktoken_model import read_ranks
 from tests.data_prep.test_encoding import nasty_texts, small_ranks
-from tests.tokenizing import TEXTS, llama_3_vocabulary, sentencepiece_model, train_model
+from tests.tokenizing import TEXTS, hugging_face_tokenizer, llama_3_vocabulary, sentencepiece_model, train_model
 
 WORDS = ["。", "机器", "学习", "语言", "模型", "注意力", "，", "头", "混合", "训练", "数据", "文字", "龍馬", "※"]
 LATIN = "zyxxyt"  # of single letters in the old vocabulary
@@ -195,6 +195,13 @@ def test_a_vocabulary_is_not_written_over_the_one_it_extends(old, texts):
         with pytest.raises(ConfigError, match="is the --tokenizer, which its shards need; give another file"):
             extend(given, old, "--vocab-size", 420, "--input", texts / "new.txt")
     assert old.read_bytes() == before
+
+
+def test_a_tokenizer_of_hugging_face_is_refused_with_the_remedy(texts, tmp_path):
+    old = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    with pytest.raises(ConfigError, match="add the tokens with transformers") as raised:
+        extend(old, tmp_path / "new.model", "--vocab-size", 450, "--input", texts / "new.txt")
+    assert "\n" not in str(raised.value) and not (tmp_path / "new.model").exists()
 
 
 # --- BPE ---

@@ -50,6 +50,9 @@ MODELS = {
     ),
     "12.5%": (dict(num_shared_heads=(0,), num_active_routed_heads=(1,)), dict(num_key_value_heads=2)),
     "all, tied, more norms": (dict(head_selection="all"), dict(tie_embeddings=True, qk_norm=True, post_norm=True)),
+    "all, gates of features": (
+        dict(head_selection="all"), dict(element_gates=True, num_key_value_heads=2, window=(4, 0)),
+    ),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
     "CoPE in a window, a part turned": (
         dict(num_shared_heads=(2,)),
@@ -87,7 +90,7 @@ def config_of(name, **sizes):
 def make_model(name, **sizes):
     config = config_of(name, **sizes)
     backend = "groups" if config.chooses_in_groups else "dense"
-    return models.make_model(config, scale=10, seed=5, backends=backend).eval()
+    return models.draw_zeros(models.make_model(config, scale=10, seed=5, backends=backend)).eval()
 
 
 def whole(model, tokens):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from launch import quickstart_recovery
+from launch import quickstart_losses, quickstart_recovery
 from moh_lm.checks import config_problems
 from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
@@ -54,6 +54,12 @@ def test_a_quickstart_repeated_with_another_seed_is_refused(tmp_path):
     script = ROOT / "launch/quickstart_continue.sh"
     code, output, _ = execute(["bash", script, tmp_path, "7", "--train-iters", "9"], tmp_path)
     assert code == 2 and f"{tmp_path} has SEED and FLAGS 1234 --train-iters 9; give these" in output
+
+
+def test_a_number_of_stages_that_is_none_is_refused(tmp_path):
+    script = ROOT / "launch/quickstart_continue.sh"
+    code, output, _ = execute(["bash", script, "--real", tmp_path / "out", "many"], tmp_path)
+    assert code == 2 and "--real [OUT [STAGES [FLAGS]]]; got" in output and not (tmp_path / "out").exists()
 
 
 # --- The recovery curve ---
@@ -108,3 +114,13 @@ def test_a_run_that_diverged_has_no_curve(tmp_path, capsys):
     log.write_text(log.read_text().replace('"evaluation_mean": 2.8', '"evaluation_mean": null'))
     assert quickstart_recovery.main(["--mixture", str(runs[0]), "--control", str(runs[1])]) == 2
     assert "control: has diverged" in capsys.readouterr().err
+
+
+def test_the_table_of_losses_says_what_a_mixture_has_lost(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, losses) for name, losses in (("original", CONTROL), ("mixture", MIXTURE))]
+    assert quickstart_losses.main(list(map(str, runs))) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][-4:] == ["mean", "prose", "code", "lost"]
+    assert lines[1] == ["original", "3.100", "3.000", "3.200", "+0.000"]
+    assert lines[2] == "mixture before training 4.500 5.000 4.000 +1.400".split()
+    assert lines[4] == "mixture after 2,000 tokens 3.100 3.200 3.000 +0.000".split()

@@ -26,6 +26,10 @@ CASES = {
     "grouped queries": dict(shared=4, active=2, key_value_heads=4),
     "query norm, grouped queries": dict(shared=4, active=2, key_value_heads=2, routing="query_norm"),
     "all heads": dict(shared=3, active=2, selection="all"),
+    "all heads, element gates": dict(shared=3, active=2, selection="all", element_gates=True),
+    "all heads, element gates, grouped queries": dict(
+        shared=3, active=2, selection="all", element_gates=True, key_value_heads=2, window=4
+    ),
     "static": dict(shared=3, active=2, selection="static"),
     "previous step's shares": dict(shared=3, active=2, scope="global_batch"),
     "micro-batch": dict(shared=3, active=2, scope="micro_batch"),
@@ -69,6 +73,15 @@ CASES = {
     "sigmoid, no shared head": dict(shared=0, active=3, routing="sigmoid"),
     "sigmoid, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="sigmoid"),
     "gated": dict(shared=0, active=1, selection="gated"),
+    "gated, narrow": dict(shared=0, active=1, selection="gated", gate_width=1),
+    "narrow": dict(shared=3, active=2, gate_width=3),
+    "narrow, in groups": dict(shared=2, active=4, key_value_heads=2, unit="head_in_group", gate_width=5),
+    "softplus": dict(shared=3, active=2, routing="softplus"),
+    "softplus, gated": dict(shared=0, active=1, selection="gated", routing="softplus"),
+    "softplus, no shared head": dict(shared=0, active=3, routing="softplus", gate_width=4),
+    "softplus, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="softplus"),
+    "softplus, in groups": dict(shared=0, active=4, key_value_heads=4, unit="head_in_group", routing="softplus"),
+    "softplus, bias": dict(shared=2, active=3, bias=(-1, 4, 0, 2, -3, 1), routing="softplus"),
     "relu": dict(shared=3, active=2, routing="relu"),
     "relu, no shared head": dict(shared=0, active=3, routing="relu", scope="global_batch"),
     "relu, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="relu"),
@@ -112,7 +125,8 @@ CASES = {
 
 def make_config(
     shared, active, routing=None, two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
-    unit="head", top_p=None, window=0, bias=None, keys="all", position="rotary", **positions,
+    unit="head", top_p=None, window=0, bias=None, keys="all", position="rotary", gate_width=0,
+    **positions,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
@@ -122,6 +136,7 @@ def make_config(
         two_stage=two_stage,
         load_balance_coefficient=0.37,
         load_balance_scope=scope,
+        gate_width=gate_width,
         routing_unit=unit,
         routing_top_p=top_p,
         routed_keys=keys,

@@ -50,6 +50,9 @@ MODELS = {
     "bias, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 "
     "--load-balance-bias-rate 0.01",
 }
+MODELS["gated, softplus, narrow"] = f"{MODELS['gated']} --routing softplus --gate-width 3"
+MODELS["softplus, narrow"] = f"{MODELS['sigmoid']} --routing softplus --gate-width 2"
+MODELS["element gates"] = f"{HEADS} --head-selection all --element-gates --window 9"
 MODELS["relu"] = f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 7 3 --routing relu"
 IN_GROUPS = f"{HEADS} --num-key-value-heads 4 --routing-unit head_in_group --num-shared-heads 0 4"
 MODELS["in groups"] = f"{IN_GROUPS} --num-active-routed-heads 8 4 --routing released"
@@ -86,6 +89,8 @@ def one_process(data_dir, tmp_path_factory):
     [
         ("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse"),
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
+        ("gated, softplus, narrow", "tensor"), ("softplus, narrow", "tensor"), ("softplus, narrow", "context"),
+        ("softplus, narrow", "data, sparse"), ("element gates", "tensor"), ("element gates", "context"),
         ("tamed", "tensor"), ("tamed", "pipeline"), ("tamed", "data, sparse"), ("tamed", "offload"),
         ("bias", "tensor"), ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
         ("relu", "pipeline"), ("relu", "data, sparse"), ("relu", "context"), ("groups, query norm", "context"),
@@ -293,6 +298,22 @@ def test_the_summary_says_what_a_token_selects():
     gated = parse_config("--num-shared-heads 2 --head-selection gated".split())[0].model
     assert describe_heads(gated) == "all 12 for every token, each with a gate; routing sigmoid"
     assert parameter_counts(model)["router"] == 2 * 768 * (8 + 2)  # eight groups, a1 and a2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(element_gates=True, heads=HeadsConfig(head_selection="all")),
+        dict(heads=HeadsConfig(head_selection="gated", routing="softplus", gate_width=5)),
+    ],
+    ids=["of features", "narrow"],
+)
+def test_gates_survive_an_export_and_an_import(changes, tmp_path, export):
+    model = replace(PAPER, **changes)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
+    export(tmp_path / "run", tmp_path / "hf")  # which compares the logits of the trainer and of transformers
+    assert import_hf.main(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
+    assert Config.load(find_step(tmp_path / "in") / "config.json").model == model
 
 
 def test_groups_and_top_p_survive_an_export_and_an_import(tmp_path, export):

@@ -1,5 +1,6 @@
 """The forms of routing, a property each: ties, top-p, gates that begin at 1, biases, noise, what is refused."""
 
+import math
 from dataclasses import fields, replace
 
 import numpy as np
@@ -85,6 +86,29 @@ def test_the_configuration_knows_which_forms_have_two_stages(routing):
     assert FORMS[routing](layer, True).two_stage == (routing in TWO_STAGE)
 
 
+def test_a_score_far_below_0_closes_a_softplus_gate_and_one_far_above_is_it():
+    form = FORMS["softplus"](make_config(shared=3, active=2).routed_layer(0), True)
+    scores = torch.tensor([-200.0, 0.0, 200.0])
+    torch.testing.assert_close(form.shared_gates(scores), torch.tensor([0.0, 0.6931472, 200.0]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", ["narrow", "gated, narrow", "softplus, no shared head"])
+def test_a_narrow_router_reads_no_other_channel(case):
+    config = make_config(**CASES[case])
+    router, (x, other) = vivid_layer(config).router, draw_tokens(D, 2)
+    other[..., : config.heads.gate_width] = x[..., : config.heads.gate_width]
+    assert router(x, RouterInputs()).gates.equal(router(other, RouterInputs()).gates)
+    assert all(weight.shape[1] == config.heads.gate_width for weight in router.parameters())
+
+
+def test_relu_gates_of_a_narrow_router_begin_near_1():
+    config = replace(make_config(shared=1, active=2, routing="relu", gate_width=32), hidden_size=512)
+    router = HeadRouter(config, 0, 0.02)
+    initialize(router.named_parameters(), seed=5)
+    gates = router(torch.randn(4000, 1, 512, generator=torch.Generator().manual_seed(2)), RouterInputs()).gates
+    assert gates[..., 1:][gates[..., 1:] > 0].mean().item() == pytest.approx(1, rel=0.1)
+
+
 def test_sigmoid_probabilities_are_finite_for_the_lowest_scores():
     form = FORMS["sigmoid"](make_config(shared=3, active=2).routed_layer(0), True)
     found = form.probability(torch.tensor([-200.0, -200.0, -201.0]))
@@ -103,7 +127,7 @@ def test_relu_gates_begin_near_1_and_l1_takes_the_place_of_beta():
     assert steered.item() == pytest.approx(0.3 / 4 * balance + z_loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("routing", ["sigmoid", "query_norm", "relu"])
+@pytest.mark.parametrize("routing", ["sigmoid", "softplus", "query_norm", "relu"])
 def test_a_z_loss_is_refused_where_it_would_do_harm(routing):
     config = make_config(shared=3, active=2, routing=routing)
     (problem,) = model_problems(config)
@@ -133,15 +157,17 @@ def test_a_bias_is_refused_where_it_has_no_meaning(changes, said):
 
 @pytest.mark.parametrize("routing", FORMS)
 @pytest.mark.parametrize("two_stage", [True, False])
-def test_only_gates_of_the_paper_begin_far_from_1(routing, two_stage):
+def test_only_gates_of_the_paper_and_softplus_begin_far_from_1(routing, two_stage):
     for shared in range(33):
         budgets = {"num_shared_heads": (shared,), "num_active_routed_heads": ((32 - shared + 2) // 3,)}
         heads = HeadsConfig(routing=routing, two_stage=two_stage, **budgets)
         model = ModelConfig(num_layers=1, num_attention_heads=32, head_dim=4, heads=heads)
         stages = 2 if two_stage and 0 < shared < 32 else 1
-        expected = [1 / stages / count if count else 1 for count in (shared, 32 - shared)]
-        assert layer_gates(model, 0) == pytest.approx(expected if routing == "paper" else (1, 1), rel=1e-6)
-        assert gates_of_one(model) == (routing != "paper")
+        counts = shared, 32 - shared
+        gates = {"paper": [1 / stages / max(count, 1) for count in counts], "softplus": [math.log(2)] * 2}
+        expected = [gate if count else 1 for gate, count in zip(gates.get(routing, (1, 1)), counts, strict=True)]
+        assert layer_gates(model, 0) == pytest.approx(expected, rel=1e-6)
+        assert gates_of_one(model) == (routing not in gates)
 
 
 def test_the_choices_of_the_flag_are_the_forms():

@@ -19,6 +19,7 @@ from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
 from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import AGAIN, Alarms, Announcer
+from moh_lm.monitor.ranks import RankFigures, slowest_rank
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.logged import events_of
@@ -47,6 +48,11 @@ def interval(sequences=(3, 1), loss=2.0, seconds=1.0, tokens=64, not_finite=()):
 
 def alarms(shares=(0.75, 0.25), **settings):
     return Alarms(AlarmConfig(**settings), LAYERS, dict(zip("ab", shares, strict=True)))
+
+
+def ranks(*own, stages=None):
+    """``RankFigures`` of ranks with these seconds of own work."""
+    return [RankFigures(0.0, seconds, 0, stage) for seconds, stage in zip(own, stages or [0] * len(own), strict=True)]
 
 
 def texts(found):
@@ -101,8 +107,9 @@ def test_a_low_throughput_fires_and_names_the_waiting_rank():
     made = alarms(alarm_intervals=2)
     for seconds in (1.0, 1.1, 0.9, 1.0, 1.0, 9.0, 1.0):  # a single slow interval is none
         assert not made.check(interval(seconds=seconds), figures())
-    assert not made.check(interval(seconds=2.0), figures(), [(0.1, 0), (0.1, 0)])
-    (text,) = texts(made.check(interval(seconds=2.0), figures(), [(0.1, 0), (1.5, 0)]))
+    assert not made.check(interval(seconds=2.0), figures(), ranks(1.0, 1.0))
+    waits = [RankFigures(data, 1.0, 0, 0) for data in (0.1, 1.5)]
+    (text,) = texts(made.check(interval(seconds=2.0), figures(), waits))
     assert text == "note: throughput: 128 tokens/s after a median of 256; rank 1 waits 1.50 s per step for its data"
     for _ in range(100):  # it does not get used to it
         assert not made.check(interval(seconds=2.0), figures())
@@ -156,11 +163,34 @@ def test_a_source_with_nothing_to_learn_from_fires_at_once(more, text):
     assert texts(found[:1]) == [f"alarm: dead source a: {text}"] and found[0]["source"] == "a"
 
 
+@pytest.mark.parametrize(
+    "own, stages, expected",
+    [
+        ([1.0, 1.1, 1.6, 1.0], None, (2, 1.6, 1.0)),
+        ([1.0, 4.0], None, (1, 4.0, 1.0)),
+        ([1.0, 1.0, 4.0, 4.0, 9.0, 9.5], [0, 0, 1, 1, 2, 2], (5, 9.5, 9.0)),
+        ([3.0], None, (0, 3.0, 3.0)),
+    ],
+)
+def test_a_rank_is_slow_beside_those_of_its_stage(own, stages, expected):
+    assert slowest_rank(ranks(*own, stages=stages)) == expected
+
+
+def test_the_alarm_of_a_slow_rank_names_one_that_stays_slow():
+    made = alarms(alarm_intervals=2)
+    seen = [(1.0, 2.0), (2.0, 1.0), (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (1.0, 1.4), (1.0, 1.4)]
+    rung = [made.check(interval(), figures(), ranks(*own)) for own in seen]
+    assert [len(found) for found in rung] == [0, 0, 0, 1, 0, 0, 1]
+    assert texts(rung[3]) == ["alarm: slow rank 1: 2 s per step of its own work, the median of ranks like it 1"]
+    assert [(facts["event"], facts["rank"]) for found in rung for facts in found] == [("alarm", 1), ("alarm over", 1)]
+
+
 def test_an_alarm_that_is_turned_off_does_not_fire():
-    names = ("head_low", "head_high", "throughput", "balance_loss", "gate_drift")
+    names = ("head_low", "head_high", "throughput", "balance_loss", "gate_drift", "slow_rank")
     made = alarms(alarm_intervals=1, **{f"alarm_{name}": 0.0 for name in names})
     for seconds, loss in [(1.0, 0.25)] * 8 + [(9.0, 9.0)]:
-        assert not made.check(interval(seconds=seconds), figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0), (loss, 0.1)))
+        shown = figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0), (loss, 0.1))
+        assert not made.check(interval(seconds=seconds), shown, ranks(1.0, loss))
 
 
 def test_the_state_of_alarms_outlives_a_checkpoint():
@@ -198,9 +228,9 @@ def test_alarms_of_a_kind_are_one_line_and_then_wait_their_turn():
 
 def test_thresholds_that_fire_in_a_healthy_run_are_refused(data_dir, tmp_path):
     wrong = "--alarm-intervals 0 --alarm-head-low 1 --alarm-head-high 1 --alarm-throughput 1.5 "
-    wrong += "--alarm-balance-loss 0.5 --alarm-gate-drift 1"
+    wrong += "--alarm-balance-loss 0.5 --alarm-gate-drift 1 --alarm-slow-rank 1"
     problems = config_problems(parse_config(arguments(data_dir, tmp_path, *wrong.split()))[0], 1)
-    assert len(problems) == 6 and all(problem.startswith("--alarm-") for problem in problems)
+    assert len(problems) == 7 and all(problem.startswith("--alarm-") for problem in problems)
 
 
 def test_an_interval_resumes_from_other_sums_of_routers():
@@ -240,6 +270,7 @@ def test_an_interval_with_skipped_steps_outlives_a_checkpoint():
 # --- Planted in runs ---
 
 QUICK = "--log-interval 1 --eval-interval 0 --eval-samples 1 --save-interval 0 --alarm-intervals 2".split()
+QUICK += ["--alarm-slow-rank", "0"]  # two ranks of a busy machine may differ
 
 
 def run_collapsed(flags, stop_after=None):
@@ -297,6 +328,34 @@ def test_a_source_whose_loss_is_not_finite_fires_and_is_over(data_dir, tmp_path)
     assert [(event["step"], event["source"]) for event in events(tmp_path, "alarm over")] == [
         (5, source) for source in skipped["sources"]
     ]
+
+
+def run_with_a_slow_device(flags, victim, stop_after=None):
+    """Each forward pass of the rank ``victim`` takes a second longer."""
+    freeze = Engine.freeze
+
+    def slow(engine):
+        if os.environ["RANK"] == victim:
+            engine.model.register_forward_hook(lambda *_: time.sleep(1))
+        freeze(engine)
+
+    Engine.freeze = slow
+    run(flags, stop_after)
+
+
+@pytest.mark.parametrize("layout", [(2, "1", ()), (4, "3", ("--pipeline-parallel-size", "2"))])
+def test_a_rank_with_a_slow_device_is_named_again_after_a_resume(data_dir, tmp_path, layout):
+    world_size, victim, more = layout
+    more = (*QUICK, "--alarm-throughput", "0", "--alarm-slow-rank", "3", "--train-iters", "4", *more)
+    flags = arguments(data_dir, tmp_path, *more, "--save-interval", "2", "--micro-batch-size", "4")
+    run_ranks(run_with_a_slow_device, world_size, flags, victim, 2)
+    run_ranks(run_with_a_slow_device, world_size, flags, victim)
+    found = [(event["step"], event["alarm"], event["rank"]) for event in events(tmp_path, "alarm")]
+    assert found == [(2, "slow rank", int(victim)), (4, "slow rank", int(victim))]
+    for row in (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        if "loss" in row:
+            named = row["runtime"]["slowest_rank"]
+            assert named["rank"] == int(victim) and named["seconds"] >= 1 > named["median"] > 0
 
 
 def run_with_a_slow_rank(flags):

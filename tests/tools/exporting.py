@@ -13,6 +13,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import Fragment
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
+from tests.models import draw_zeros
 
 STEP, SEQUENCES = 7, 70
 SEGMENTS = [  # the mix was changed after 42 of the sequences
@@ -49,7 +50,7 @@ def make_weights(model_config):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.ndim > 1 else 1.25)
-    return model
+    return draw_zeros(model)
 
 
 def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32, imported=None):

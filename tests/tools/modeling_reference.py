@@ -26,6 +26,7 @@ def reference_layer(config, index):
         config.num_active_routed_heads[index], shared_by if config.routing_unit == "key_value_group" else 1,
         config.two_stage, config.routing_top_p, config.load_balance_bias_rate,
         heads // shared_by if mixture and config.routing_unit == "head_in_group" else 1,
+        config.gate_width,
     )  # fmt: skip
     scaling = {ROPE[key]: value for key, value in config.rope_parameters.items() if key in ROPE}
     rotary = Rotary(config.rope_theta, width=config.turning_dim or None, **scaling)

@@ -137,6 +137,17 @@ def test_gates_are_those_of_the_router(routing, two_stage):
             torch.testing.assert_close(exported(x.float())[0].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", [VIT, DIT])
+@pytest.mark.parametrize("routing, two_stages", [("sigmoid", False), ("paper", True)])
+def test_only_gates_with_two_stages_speak_of_them(config, routing, two_stages, tmp_path):
+    heads = replace(config.heads, routing=routing, two_stage=two_stages is False)
+    make_run(tmp_path / "run", replace(config, heads=heads))
+    assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 0
+    path = tmp_path / "export" / ("transformer" if config is DIT else ".") / "config.json"
+    values = json.loads(path.read_text())
+    assert values["routing"] == routing and values.get("two_stage") == (False if two_stages else None)
+
+
 @pytest.mark.parametrize("config, scale", [(DIT, 1.0), (DIT, 3.0), (LATENT, 3.0)])
 def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path):
     model, more = make_run(tmp_path / "run", config), []

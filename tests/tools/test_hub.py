@@ -6,6 +6,7 @@ import pytest
 
 from moh_lm.config import ConfigError
 from tools.hf.convert import hub
+from tools.import_hf import model_path
 
 
 class Api:
@@ -38,12 +39,14 @@ def test_a_name_is_downloaded_and_a_directory_is_not(api, tmp_path):
     assert not any("*.bin" in pattern or "*.py" in pattern for pattern in hub.FILES)  # nothing that can run
 
 
-@pytest.mark.parametrize("name", ["exports/llm-b", "./exports/llm-b", "exports/runs/llm-b", "~/llm-b"])
+@pytest.mark.parametrize("name", [
+    "exports/llm-b", "./exports/llm-b", "exports/runs/llm-b", "~/llm-b", "./absent/llm-b", "absent/llm-b/",
+])  # fmt: skip
 def test_an_absent_path_is_not_looked_for_on_the_hub(name, api, tmp_path, monkeypatch):
     (tmp_path / "exports").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no such directory"):
-        hub.model_directory(Path(name))
+        hub.model_directory(model_path(name))
     assert not api.calls
     assert hub.model_directory(Path("hf://exports/llm-b")) == Path("/cache/model")
 

@@ -34,9 +34,11 @@ MODELS = {
         MODEL, heads=HeadsConfig(num_shared_heads=(4, 0), num_active_routed_heads=(4,), routing_unit="head_in_group")
     ),
     "plain": replace(MODEL, heads=HeadsConfig()),
+    "narrow": replace(MODEL, heads=HeadsConfig(head_selection="gated", routing="softplus", gate_width=3)),
     "norms": replace(MODEL, qk_norm=True, post_norm=True),
     "all, norms": replace(MODEL, qk_norm=True, heads=HeadsConfig(head_selection="all")),
     "all": replace(MODEL, rope_type="linear", rope_factor=2.0, heads=HeadsConfig(head_selection="all")),
+    "all, gates of features": replace(MODEL, element_gates=True, heads=HeadsConfig(head_selection="all")),
     "all, window": replace(MODEL, window=(7,), heads=HeadsConfig(head_selection="all")),
     "all, window, scaled": replace(MODEL, window=(7,), **LLAMA3, heads=HeadsConfig(head_selection="all")),
     "all, other width": replace(MODEL, hidden_size=20, base_width=20, heads=HeadsConfig(head_selection="all")),

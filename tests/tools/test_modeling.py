@@ -12,6 +12,7 @@ import torch
 from tests.reference import softmax
 from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
 from tests.tools.exported_code.moh_attention import local_heads
+from tests.tools.exported_code.moh_gates import FORMS
 from tests.tools.exported_code.moh_router import layer_router
 from tests.tools.modeling_cases import GREEDY, SHAPE, make_model, random_tokens
 from tests.tools.modeling_reference import (
@@ -27,7 +28,7 @@ def drawn_heads(seed):
     draw = random.Random(seed)
     heads = draw.choice([2, 4, 6])
     shared = [draw.randint(0, heads) for _ in range(3)]
-    routing = draw.choice(["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
+    routing = draw.choice(["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "softplus"])
     return {
         "num_hidden_layers": 3,
         "num_attention_heads": heads,
@@ -69,6 +70,12 @@ WINDOWS = {
         "layer_heads": [2, 4], "num_key_value_heads": 2, "num_shared_heads": [0, 2], "num_active_routed_heads": [1, 1],
     },
     "other numbers of heads, all on": {"layer_heads": [4, 3], "head_selection": "all"},
+    "narrow gates": {
+        "gate_width": 5, "routing": "softplus", "num_shared_heads": [4, 1], "num_active_routed_heads": [0, 2],
+    },
+    "gates of features": {
+        "head_selection": "all", "element_gates": True, "num_key_value_heads": 2, "layer_windows": [4, 0],
+    },
     "heads of several widths": {
         "head_dims": [6, 6, 4, 2], "layer_windows": [4, 0], "routing": "query_norm", "num_shared_heads": [0, 2],
         "num_active_routed_heads": [2, 1],
@@ -112,7 +119,7 @@ def test_windows_and_positions_equal_the_equations(changes, attention, tmp_path)
         assert getattr(read, key) == getattr(model.config, key)
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "softplus"])
 @pytest.mark.parametrize(
     "unit, top_p, budgets",
     [
@@ -125,14 +132,14 @@ def test_windows_and_positions_equal_the_equations(changes, attention, tmp_path)
 def test_groups_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, budgets, routing):
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "routing_unit": unit, "routing": routing}
     changes |= {"num_shared_heads": budgets[0], "num_active_routed_heads": budgets[1]}
-    model = make_model(**changes, routing_top_p=None if routing in ("query_norm", "sigmoid", "relu") else top_p)
+    model = make_model(**changes, routing_top_p=top_p if FORMS[routing].has_types else None)
     tokens = random_tokens(1, 9)
     assert_equals_reference(model, tokens[0])
     assert_router_outputs(model(tokens, output_router_gates=True), model, tokens)
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.05])
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "softplus"])
 @torch.no_grad()
 def test_heads_that_are_chosen_in_their_groups_equal_the_equations(routing, bias):
     changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "routing_unit": "head_in_group", "routing": routing}
@@ -145,7 +152,7 @@ def test_heads_that_are_chosen_in_their_groups_equal_the_equations(routing, bias
     assert outputs.aux_loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "softplus"])
 @pytest.mark.parametrize("shared", [0, 1, 3, 4])
 def test_layers_with_none_one_and_all_shared_equal_the_equations(routing, shared):
     active = min(2, 4 - shared)
@@ -153,7 +160,7 @@ def test_layers_with_none_one_and_all_shared_equal_the_equations(routing, shared
     assert_equals_reference(make_model(**changes), random_tokens(1, 9)[0])
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "softplus"])
 def test_of_equal_scores_the_lower_head_index_is_selected(routing):
     changes = {"num_shared_heads": [0, 0], "num_active_routed_heads": [1, 3], "routing": routing}
     model = make_model(**changes)

@@ -43,7 +43,7 @@ def test_router_outputs_are_gates_and_selections_of_all_layers(changes):
     assert_router_outputs(outputs, model, tokens)
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "softplus"])
 @torch.no_grad()
 def test_the_load_balance_loss_is_added_if_it_has_a_weight(routing):
     changes = {"num_hidden_layers": 3, "num_shared_heads": [1, 4, 0], "num_active_routed_heads": [2, 0, 3]}
@@ -180,7 +180,7 @@ def test_from_pretrained_refuses_what_the_model_cannot_compute(changes, message,
         MoHLlamaForCausalLM.from_pretrained(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "softplus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_selected_heads_are_those_of_the_trainers_router(routing, dtype):

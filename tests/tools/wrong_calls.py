@@ -4,6 +4,13 @@ DATA stands for the shards of a data directory.
 """
 
 TOOLS = {
+    "tools/average.py": """
+        | RUN and --steps and --output: must be given
+        run --steps 1 two --output b | --steps two: write a whole number
+        run --steps 0 1 --output b | --steps 0: must be 1 or above
+        nosuch --steps 1 --output b | --steps 1: there is no such checkpoint; nosuch/checkpoints has none
+        run --step 1 2 --output b | flag --step is unknown: did you mean --steps?
+    """,
     "tools/branch.py": """
         | RUN and --at and --decay-iters and --output: must be given
         run --at x --decay-iters 2 --output b | --at x: write a whole number
@@ -48,6 +55,13 @@ TOOLS = {
         nosuch --output new | nosuch: no checkpoint here; give a run directory
         run --output hf | --output hf: is not empty; give another directory
         run --output new --weights best | --weights best: choose one of master, ema
+    """,
+    "tools/fetch_data.py": """
+        | FROM and --output: must be given
+        nosuch --output new | FROM nosuch: has no manifest.json; give a directory that data_prep/tokenize.py has
+        nosuch://data --output new | FROM nosuch://data: Protocol not known: nosuch; pip install -e '.[remote]'
+        DATA --output new --workers 0 | --workers 0: must be 1 or above
+        DATA --out new | flag --out is unknown: did you mean --output?
     """,
     "tools/head_report_images.py": """
         | RUN_OR_STEP and --images: must be given
@@ -165,7 +179,8 @@ TOOLS = {
         --model hf --output new --num-shared-heads two | --num-shared-heads two: write a whole number
         --model hf --output new --extend-vocab 10 | --extend-vocab 10: the model has 64 rows already
         --model hf --output new --select-shared importance | --select-shared importance: all heads are
-        --model hf --output new --sample-text x | --sample-text: is only read by --select-shared
+        --model hf --output new --sample-text x | --sample-text: all heads are on; give --head-selection
+        --model hf --output new --select-shared first --sample-text x | --sample-text: is only read by
         --model hf --output new --sample-tokens x | --sample-tokens x: write a whole number, or one
         --model hf --output new --seed -1 | --seed -1: must be 0 or above
         --model hf --output new | hf/model.safetensors: is absent

@@ -23,6 +23,7 @@ from moh_lm.config import ConfigError, DataConfig, HeadsConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from moh_lm.model.batch_context import BatchContext
+from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.import_weights import EMBEDDING, POSITIONS
 
 
@@ -39,17 +40,30 @@ def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
     return batch.tokens
 
 
-def sample_text(path, tokenizer, seq_length, num_tokens):
-    """Tokens int64 [b, s] of a text file. Raises ConfigError if it is shorter than one sequence, or not UTF-8."""
+def sample_text(path, tokenizer, vocab_size, seq_length, num_tokens):
+    """(tokens int64 [b, s], their source) of a text file, or of the documentation of Python if ``path`` is None.
+
+    Raises ConfigError if the text is shorter than one sequence, is not UTF-8, or has tokens that the model has not.
+    """
+    name = f"--sample-text {path}" if path else "the documentation of Python"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"--sample-text {path}: {error}"]) from error
+        text = path.read_text(encoding="utf-8") if path else "\n\n".join(documentation().values())
+    except (OSError, UnicodeDecodeError, ImportError) as error:
+        raise ConfigError([f"{name}: cannot be read ({error}); give another file by --sample-text"]) from error
     ids = torch.from_numpy(Tokenizer(str(tokenizer)).encode(text)).long()
     count = min(max(1, num_tokens // seq_length), len(ids) // seq_length)
     if count == 0:
-        raise ConfigError([f"--sample-text {path}: {len(ids)} tokens; give at least {seq_length}"])
-    return ids[: count * seq_length].view(count, seq_length)
+        raise ConfigError([f"{name}: {len(ids)} tokens; give at least {seq_length}"])
+    if ids.max() >= vocab_size:
+        raise ConfigError([f"{name}: the tokenizer has more tokens than the model's {vocab_size} rows; give its own"])
+    return ids[: count * seq_length].view(count, seq_length), str(path or name)
+
+
+def documentation():
+    """{topic: text} of the documentation that most installations of Python have. Raises ImportError elsewhere."""
+    from pydoc_data.topics import topics
+
+    return topics
 
 
 @torch.no_grad()
@@ -58,12 +72,10 @@ def measure(config, source, tokens, progress):
 
     progress: called after each layer.
     """
-    x = F.embedding(tokens.t(), source.whole(EMBEDDING))  # [s, b, d]
-    if "learned" in config.position:
-        x = x + source.rows(POSITIONS, 0, len(x)).unsqueeze(1)
+    x = embedded(config, source, tokens)
     found = []
     for layer in range(config.num_layers):
-        block = read_layer(config, source, layer)
+        block = read_layer(config, layer, source.whole)
         contexts = []
         block.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, kept=contexts: kept.append(inputs[0]))
         x = torch.cat([block(sequence) for sequence in x.split(1, dim=1)], dim=1)
@@ -80,13 +92,19 @@ def written_sizes(context, weight):
     return torch.einsum("sbhe,hef,sbhf->sbh", context, gram, context).clamp_min(0).sqrt()
 
 
-def read_layer(config, source, layer):
-    """The decoder layer with the weights of the source."""
+def embedded(config, source, tokens):
+    """What the first layer reads of tokens int64 [b, s]: fp32 [s, b, d]."""
+    x = F.embedding(tokens.t(), source.whole(EMBEDDING))
+    return x + source.rows(POSITIONS, 0, len(x)).unsqueeze(1) if "learned" in config.position else x
+
+
+def read_layer(config, layer, read):
+    """The decoder layer of a ``ModelConfig``. read: a function that gives the tensor of a parameter's name."""
     with torch.device("meta"):
         block = decoder_layers(config, BatchContext(), Settings())[layer]()
     block.to_empty(device="cpu")
-    for name, parameter in block.named_parameters():
-        parameter.copy_(source.whole(f"model.layers.{layer}.{name}"))
+    for name, tensor in saved_tensors(block):
+        tensor.copy_(read(f"model.layers.{layer}.{name}"))
     return block.eval()
 
 
@@ -113,13 +131,14 @@ def ranked(config, source, tokens, progress):
     config: ModelConfig of the import, on the vocabulary of the source.
     """
     importance = measure(replace(config, heads=HeadsConfig("all")), source, tokens, progress)
-    orders, kept, first, best = {}, [], [], []
+    orders, kept, first, best, cut = {}, [], [], [], []
     for layer, values in enumerate(importance):
         orders[layer] = head_order(values, config.num_key_value_heads)
         places = config.numbers_always_on(layer)
         kept.append(kept_share(values, [orders[layer][place] for place in places]))
         first.append(kept_share(values, places))
         best.append(kept_share(values, values.sort(descending=True).indices[: len(places)].tolist()))
+        cut.append((1 - kept[-1]) * (len(values) - config.active_heads(layer)) / max(1, len(values) - len(places)))
     shares = {"chosen": kept, "first": first, "best_without_groups": best}
     return orders, {
         "formula": "mean over tokens of |W_O_i H_i|",
@@ -127,4 +146,5 @@ def ranked(config, source, tokens, progress):
         "importance": importance.tolist(),
         "orders": list(orders.values()),
         "share_of_shared_heads": {name: sum(values) / len(values) for name, values in shares.items()},
+        "share_cut": sum(cut) / len(cut),  # if every routed head is selected as often as any other
     }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moh_lm.config import Config, ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
+from moh_lm.data.segments import PACKING
 from moh_lm.data.shards import tokenizer_files
 from moh_lm.data.tokenizer import read_model
 from moh_lm.parsing import parse_json
@@ -52,18 +53,26 @@ def decoder(arguments):
 
 
 def read_sample(dataset, number, decode):
-    """The window of sample ``number`` of a run, as the pieces of documents that make it up."""
+    """The window or packed row of sample ``number`` of a run, as the pieces of documents that make it up."""
     source, epoch, position = (int(column[0]) for column in dataset.mixture_of(number).locate([number]))
     stream = dataset.sources[source].training
+    _, (row,) = dataset.rows([number])
+    last_label = 0 if dataset.packer else 1
     pieces = []
-    for shard, first, end in stream.pieces(position, dataset.mixture.seq_length + 1):
-        with shard.document_starts() as starts:
-            bounds = [first, *starts.inside(first + 1, end), end]
-            numbers = [starts.number(start) for start in bounds[:-1]]
-        for document, start, stop in zip(numbers, bounds, bounds[1:], strict=False):
-            pieces.append(piece(shard, document, start, stop, decode))
+    for part in row:
+        for shard, first, end in stream.pieces(part.first, part.count + last_label):
+            pieces += pieces_of(shard, first, end, decode)
     name = dataset.source_names[source]
     return {"sample": number, "source": name, "epoch": epoch, "position": position, "pieces": pieces}
+
+
+def pieces_of(shard, first, end, decode):
+    """Tokens ``first`` to ``end`` - 1 of a shard, document by document."""
+    with shard.document_starts() as starts:
+        bounds = [first, *starts.inside(first + 1, end), end]
+        numbers = [starts.number(start) for start in bounds[:-1]]
+    places = zip(numbers, bounds, bounds[1:], strict=False)
+    return [piece(shard, document, start, stop, decode) for document, start, stop in places]
 
 
 def piece(shard, document, start, stop, decode):
@@ -91,6 +100,7 @@ def dataset_of_state(arguments, number):
         data_dir=arguments.directory,
         data_mix=tuple((name, str(weight)) for name, weight in segment["weights"].items()),
         validation_fraction=segment["validation_fraction"],
+        packing=segment.get("packing", PACKING),
     )
     dataset = Dataset.open(data, seq_length=segment["seq_length"], seed=segment["seed"], vocab_size=ANY_VOCABULARY)
     now = dataset.fingerprint()["shards"]

@@ -3,6 +3,7 @@
 matplotlib and Jinja2 come with the extra ``plot``.
 """
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ def write_page(directories, output, config_type=Config, with_png=False):
         times=tables.time_rows(runs[0]) if is_one else [],
         differences=tables.differences(runs),
         samples=tables.sample_rows(dict(zip(names_of(runs), runs, strict=True))),
+        traces=[(os.path.relpath(path, Path(output).parent), path.name) for run in runs for path in run.traces],
         events=tables.event_rows([event for event in runs[0].events if event["event"] not in QUIET]),
         left_out=[f"{run.directory / name}: {count}" for run in runs for name, count in run.left_out.items()],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
@@ -99,6 +101,9 @@ def figures_of_run(run):
     found["norm"] = "Gradient norm", pictures.lines(norms, "before clipping", marks, logarithmic=True)
     speed = {"tokens per second": (*curves["tokens_per_second"], {})}
     found["speed"] = "Speed", pictures.lines(speed, "tokens per second", marks, floor=0)
+    if np.any(curves["rank/seconds"][1] > curves["rank/median"][1]):
+        ranks = {"slowest rank": (*curves["rank/seconds"], {}), "median of ranks like it": (*curves["rank/median"], {})}
+        found["ranks"] = "Own work of a rank in a step", pictures.lines(ranks, "seconds", marks, floor=0)
     for key, of_layers in run.head_figures.items():
         found[key] = HEAD_FIGURES[key], pictures.lines(layer_lines(of_layers), "mean of a layer", marks)
     return found

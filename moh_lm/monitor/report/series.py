@@ -41,6 +41,7 @@ class RunRecord:
         self.config = config_type.load(self.directory / "config.json")
         if self.config.run.train_iters is None:
             raise ConfigError([f"{directory}/config.json: has no train_iters; give the directory of a run"])
+        self.traces = sorted((self.directory / "profile").glob("steps-*"))
         self.left_out = {}  # {file: rows that could not be read}
         self.events = self.rows_of("events.jsonl", check_event)
         rows = self.rows_of("metrics.jsonl", check_counts)
@@ -198,6 +199,8 @@ def training_curves(groups):
             curves[name + source] = curve(groups, lambda row, g=group, s=source: row[g].get(s))
     for part in ("data", "forward_backward", "optimizer", "save"):
         curves[f"seconds/{part}"] = curve(groups, lambda row, part=part: row["runtime"]["seconds"].get(part))
+    for key in ("median", "seconds"):
+        curves[f"rank/{key}"] = curve(groups, lambda row, key=key: row["runtime"].get("slowest_rank", {}).get(key))
     return curves
 
 

@@ -11,6 +11,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
+from moh_lm.model.transformer import saved_tensors
 from tests.tokenizing import sentencepiece_model
 
 LLAMA3 = {
@@ -40,7 +41,7 @@ def trainer_logits(run_directory, tokens):
     """Logits [b, s, vocab] of the trainer's model with the weights of the newest step."""
     step = find_step(run_directory)
     model = build_model(Config.load(step / "config.json").model)
-    parameters = dict(model.named_parameters())
+    parameters = dict(saved_tensors(model))
     for name, values in full_parameters(step):
         parameters.pop(name).copy_(values)
     assert not parameters

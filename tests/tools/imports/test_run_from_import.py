@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.distributed import run_ranks
 from tests.tools.imports.llamas import MIXTURE, assert_same_logits
 from tests.training.runs import losses, rows, run
 from tools import import_hf
+from tools.import_hf import next_command
 
 RUN = """
     --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 6 --warmup-iters 2 --precision fp32
@@ -169,3 +171,29 @@ def test_the_tools_read_an_import_like_any_step(tool, imported, llama):
     reader = FragmentReader(find_step(run_directory))
     assert not reader.read("exp_avg", "model.norm.weight").any()
     np.testing.assert_array_equal(reader.read("exp_avg", "model.norm.weight", None, 3, 5), np.zeros(5))
+
+
+def test_the_next_command_has_the_papers_settings_at_its_size():
+    llama3 = "--num-layers 32 --hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32 --vocab-size 160896"
+    model = parse_config(f"{llama3} --num-key-value-heads 8".split())[0].model
+    run, optimizer = settings_of(next_command("runs/llama3", model, 8192))
+    assert (run.seq_length, run.batch_tokens, optimizer.warmup_iters) == (8192, 2**24, 50)
+    assert (optimizer.learning_rate, optimizer.min_learning_rate) == (2e-5, 1e-6)
+    assert run.train_tokens == pytest.approx(100e9, rel=0.1)
+
+
+@pytest.mark.parametrize("length", [64, 100, 131072])
+def test_the_next_command_suits_a_small_model(length):
+    model = parse_config("--num-layers 2 --hidden-size 48 --num-attention-heads 8 --vocab-size 640".split())[0].model
+    run, optimizer = settings_of(next_command("a run", model, length))
+    assert run.checkpoint_dir == "a run" and run.seq_length <= length
+    assert run.batch_tokens % run.seq_length == 0 and run.batch_tokens <= 1024
+    assert 1e-4 < optimizer.learning_rate < 1e-2
+
+
+def settings_of(command):
+    """The run and the optimizer of a command, in which a shell joins the lines."""
+    texts = shlex.split(command.replace("\\\n", ""))
+    assert texts[:3] == ["python", "-m", "moh_lm.pretrain"]
+    config, _ = parse_config(texts[3:])
+    return config.run, config.optimizer

@@ -9,7 +9,9 @@ import torch
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
+from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.loader import Loader
+from tests.tokenizing import hugging_face_tokenizer
 from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
 from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM
 from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, assert_same_logits, make_llama, rewrite, small_model
@@ -72,17 +74,44 @@ def test_important_heads_come_first_in_the_same_model(imported, data_dir, tmp_pa
         assert all(list(importance[group]) == sorted(importance[group], reverse=True) for group in groups)
 
 
+def importance_of(run_directory):
+    """(what state.json says of the shared heads, of their importance)."""
+    facts = json.loads((find_step(run_directory) / "state.json").read_text())["imported"]
+    return facts["shared_heads"], facts.get("head_importance")
+
+
 def test_a_sample_of_text_is_read_with_the_models_tokenizer(imported, tool, tmp_path):
     tokenizer = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
     make_llama(tmp_path / "hf", vocab_size=278)
     shutil.copy(tokenizer, tmp_path / "hf" / "tokenizer.model")
     (tmp_path / "text").write_text("the cat sat and a dog " * 40)
     sample = ("--select-shared", "importance", "--sample-text", str(tmp_path / "text"), "--sample-tokens", "64")
-    facts = json.loads((find_step(imported(tmp_path / "hf", *MIXTURE, *sample)) / "state.json").read_text())
-    assert facts["imported"]["head_importance"]["tokens"] == 64
-    for more, named in (((), "all heads are on"), ((*MIXTURE, "--sample-data", "x"), "by one of --sample-data and")):
+    assert importance_of(imported(tmp_path / "hf", *MIXTURE, *sample))[1]["tokens"] == 64
+    for more, named in (((), "all heads are on"), ((*MIXTURE, "--sample-data", "x"), "measure on by one of them")):
         code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *sample, *more)
         assert code == 2 and named in errors
+
+
+def test_important_heads_are_shared_by_default_if_text_can_be_read(imported, tool, tmp_path):
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    size = HuggingFaceModel(tokenizer).vocab_size()
+    make_llama(tmp_path / "hf", vocab_size=size)
+    shown = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *MIXTURE, "--dry-run")
+    assert "shared     the first heads: the model has no tokenizer; give shards by" in tool(*shown)[1]
+    for file in tokenizer.iterdir():
+        shutil.copy(file, tmp_path / "hf")
+    output = tool(*shown)[1]
+    assert "shared     the most important heads on 16,384 tokens of the documentation of Python" in output
+    how, facts = importance_of(imported(tmp_path / "hf", *MIXTURE))
+    assert how == "importance" and facts["orders"] != [list(range(8))] * 2
+    left_out = [  # of four routed heads two are in use
+        sum(values[head] for head in order[4:]) / 2 / sum(values)
+        for values, order in zip(facts["importance"], facts["orders"], strict=True)
+    ]
+    assert facts["share_cut"] == pytest.approx(sum(left_out) / 2)
+    assert f"cut        {facts['share_cut']:.1%} of it for a token" in output
+    assert importance_of(imported(tmp_path / "hf", *MIXTURE, "--select-shared", "first", output="b"))[0] == "first"
+    assert importance_of(imported(tmp_path / "hf", "--head-selection", "gated", output="c"))[0] == "first"
 
 
 def test_a_model_that_is_trained_with_shared_heads_keeps_its_order(tool, imported, llama, data_dir, tmp_path):

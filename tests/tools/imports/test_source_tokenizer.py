@@ -97,11 +97,12 @@ def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_code_that_a_tokenizer_names_is_in_no_export(imported, tool, tmp_path, trained):
+@pytest.mark.parametrize("code", [CODE, {"tokenizer_class": "OwnTokenizer", "processor_class": "own.OwnTokenizer"}])
+def test_code_that_a_tokenizer_names_is_in_no_export(imported, tool, tmp_path, trained, code):
     """The tokenizer itself works: its pieces are in tokenizer.json."""
     chat_model(tmp_path / "hf")
     path = tmp_path / "hf" / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | CODE))
+    path.write_text(json.dumps(json.loads(path.read_text()) | code))
     (tmp_path / "hf" / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnTokenizer: pass\n")
     data = tmp_path / "hf" / "tokenizer.json" if trained else None
     run = continued(imported, tmp_path / "hf", data, tmp_path / "continued") if trained else imported(tmp_path / "hf")

@@ -2,7 +2,8 @@
 
 from dataclasses import fields, replace
 
-from moh_lm.config import TRAINING_ONLY, ConfigError, HeadsConfig, flag, raise_any
+from moh_lm.config import GATED, TRAINING_ONLY, ConfigError, HeadsConfig, flag, raise_any
+from moh_lm.data.shards import tokenizer_files
 from moh_lm.flags import read_value
 from tools.heads.importance import sample_shards, sample_text
 from tools.hf.convert.import_config import own_heads
@@ -37,7 +38,7 @@ def wanted_heads(arguments, values):
             raise ConfigError([f"{flag(idle[0])}: a model with all heads has none; add --head-selection mixture"])
         return replace(own, **given)
     every = values.get("layer_heads") or [values.get("num_attention_heads")] * len(own.num_shared_heads)
-    is_gated = own.routing == "sigmoid" and list(own.num_shared_heads) == every
+    is_gated = own.routing in GATED and list(own.num_shared_heads) == every
     if is_gated and given.get("head_selection") == "gated":
         del given["head_selection"]  # it is short for what is there
     changed = {}
@@ -55,28 +56,54 @@ def wanted_heads(arguments, values):
 
 
 def sample_problems(arguments, config, values):
-    """Sentences for a choice of shared heads that cannot be made."""
+    """Sentences for a choice of shared heads that cannot be made; ``arguments.select_shared`` is None by default."""
     given = [name for name in ("sample_data", "sample_text") if getattr(arguments, name)]
     if arguments.select_shared == "first":
         return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
+    if len(given) > 1:
+        return ["--sample-data and --sample-text: give the text to measure on by one of them"]
+    obstacle = keeps_order(arguments, config, values)
+    chosen = "--select-shared importance" if arguments.select_shared else flag(given[0]) if given else None
+    return [f"{chosen}: {obstacle}"] if chosen and obstacle else []
+
+
+def keeps_order(arguments, config, values):
+    """Why no other heads than the first can become the shared ones, in words with a remedy; "" where others can."""
     if config.heads.head_selection == "all":
-        return ["--select-shared importance: all heads are on; give --head-selection mixture, or leave it out"]
+        return "all heads are on; give --head-selection mixture, or leave it out"
     has_code = values["model_type"] != "moh_llama" and values.get("auto_map")  # which selects heads by their place
     if own_heads(values).head_selection != "all" or arguments.released or has_code:
         trained = "the source is trained with its shared heads in their places, which another order would break"
-        return [f"--select-shared importance: {trained}; leave it out"]
+        return f"{trained}; leave it out"
     if config.attention != "heads" or config.head_dims or len(config.head_counts) > 1:
-        needs = "needs as many heads in every layer, of one width, with keys that are not latent"
-        return [f"--select-shared importance: {needs}; leave it out"]
-    if len(given) != 1:
-        return ["--select-shared importance: give the text to measure on, by one of --sample-data and --sample-text"]
-    return []
+        return "needs as many heads in every layer, of one width, with keys that are not latent; leave it out"
+    always_on = {len(config.numbers_always_on(layer)) for layer in range(config.num_layers)}
+    if not arguments.calibrate and always_on <= {0, config.num_attention_heads}:
+        return "no heads are shared, or all of them, so their order changes nothing; leave it out"
+    return ""
 
 
-def find_sample(arguments, vocab_size, length, tokenizer):
-    """Tokens int64 [b, s] on which the heads are measured. Raises ConfigError."""
+def find_sample(arguments, config, values, vocab_size, length, tokenizer):
+    """(tokens int64 [b, s] on which the heads are ranked, where they come from), or (None, why they keep their order).
+
+    By default this is the documentation of Python, where the model has a tokenizer that can be read. vocab_size: of
+    the source. tokenizer: path of its tokenizer.model, or None. Raises ConfigError for a sample that was asked for.
+    """
+    if arguments.select_shared == "first":
+        return None, "as --select-shared first says"
+    if obstacle := keeps_order(arguments, config, values):
+        return None, obstacle.partition(";")[0]
     if arguments.sample_data:
-        return sample_shards(arguments.sample_data, vocab_size, length, arguments.sample_tokens, arguments.seed)
-    if tokenizer is None:
-        raise ConfigError(["--sample-text: the model has no tokenizer.model; give it by --old-tokenizer"])
-    return sample_text(arguments.sample_text, tokenizer, length, arguments.sample_tokens)
+        tokens = sample_shards(arguments.sample_data, vocab_size, length, arguments.sample_tokens, arguments.seed)
+        return tokens, str(arguments.sample_data)
+    place = tokenizer or (arguments.model if tokenizer_files(arguments.model) else None)
+    if place is None:
+        problem = "the model has no tokenizer; give shards by --sample-data, or its tokenizer by --old-tokenizer"
+    else:
+        try:
+            return sample_text(arguments.sample_text, place, vocab_size, length, arguments.sample_tokens)
+        except ConfigError as error:
+            problem = error.problems[0]
+    if arguments.sample_text or arguments.select_shared:
+        raise ConfigError([f"--select-shared importance: {problem}"])
+    return None, problem

@@ -90,6 +90,10 @@ class Part(NamedTuple):
     blocks: Callable
     origin: str
 
+    def fitted(self, values):
+        """The parameter with other ``values``, see tools/heads/calibration.py."""
+        return self._replace(blocks=lambda: [values], origin=f"{self.origin}, then fitted to the sample")
+
 
 def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=None):
     """[Part] of every parameter of the model, in its order. Raises ConfigError naming what is absent, odd or foreign.

@@ -239,7 +239,9 @@ print(tokenizer.decode(tokens[0]))
 
 {tables}{limits}"""
 
-TOKENIZER = "In training every document ends with EOS and none begins with BOS, so the tokenizer adds neither."
+TOKENIZER = """\
+In training every document ends with EOS, and it begins with BOS only if its data were made so (`tokenize.py --bos`).
+The tokenizer adds neither to a text."""
 ROUTING = """\
 Routing is computed in fp32, from inputs in the precision of the model. In bfloat16 their rounding changes the selected
 heads of a few tokens, and differently with and without a cache or in batches of other sizes: such runs agree closely,

@@ -15,7 +15,7 @@ from tools.hf.convert.tokenizer_json import CLASS, write_files
 
 NAMES = ("bos", "eos", "pad", "unk")
 LEFT = ("Llama", "CodeLlama", "Gemma", "Cohere")  # classes of transformers that pad on the left if no file says where
-CODE = "auto_map"  # the key of files of Hugging Face that names Python code
+CODE = ("auto_map", "processor_class")  # keys of files of Hugging Face that name Python code
 
 
 def cleaned(content, more):
@@ -24,15 +24,24 @@ def cleaned(content, more):
     A class of transformers reads tokenizer.json then. Bytes that need no change stay as they are.
     """
     settings = parse_json(content)
-    wanted = more | {key: value for key, value in settings.items() if key != CODE}
-    if CODE in settings:
+    wanted = more | {key: value for key, value in settings.items() if key not in CODE}
+    if needs_code(settings):
         wanted["tokenizer_class"] = CLASS
     return content if wanted == settings else json_bytes(wanted)
 
 
 def names_code(directory):
     """Whether the tokenizer of a model needs Python code of its own, by what its files say."""
-    return CODE in optional_json(directory / "tokenizer_config.json")
+    return needs_code(optional_json(directory / "tokenizer_config.json"))
+
+
+def needs_code(settings):
+    """Whether a tokenizer_config.json names code, or a class that an installed transformers does not have."""
+    try:
+        import transformers
+    except ImportError:
+        return CODE[0] in settings
+    return CODE[0] in settings or not hasattr(transformers, str(settings.get("tokenizer_class", CLASS)))
 
 
 def settings_of(directory, model, ids):

@@ -1,21 +1,32 @@
 """Gated models in classes that other libraries have: export_hf --as, for a model that loads without remote code.
 
     qwen3_5    Qwen3_5ForCausalLM of transformers 5: sigmoid(G x) * (softmax(q k) v), then W_O. One projection gives the
-               query of a head and, behind it, a gate for each of its features; norms multiply by 1 + w
+               query of a head and, behind it, a gate for each of its features; norms multiply by 1 + w. A head-wise
+               gate g_i = 2 sigmoid(s_i) is such a gate with equal rows, and its 2 goes into W_O
+    laguna     LagunaForCausalLM of transformers 5.7: g_i = softplus(s_i) for each head, windows, and layers with other
+               numbers of query heads, which all have as many keys: those of a smaller layer are repeated
 
-A head-wise gate g_i = 2 sigmoid(s_i) is such a gate with equal rows, and its 2 goes into W_O. A model that has no such
-form is refused with the flags that stand against it. export_check.py compares logits before anything is published.
+A gate that reads a part of its input has zeros for the rest. A model that has no such form is refused with the flags
+that stand against it. export_check.py compares logits before anything is published; import_stock.py reads them again.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 
-from tools.hf.convert.keys import FIXED, MODEL, written_rope
+from tools.hf.convert.keys import FIXED, FULL, MODEL, SLIDING, written_rope
+
+GATES = "router.w_shared"  # of the trainer
 
 
-class Qwen35:
-    """Weights by the names and in the shapes of ``Qwen3_5ForCausalLM``. model: ``ModelConfig``."""
+class StockClass:
+    """Weights by the names and in the shapes of a class of transformers. model: ``ModelConfig``.
 
-    model_type, architecture = "qwen3_5_text", "Qwen3_5ForCausalLM"
+    name: of --as. routing: the form whose gates the class has, gates: their name in a sentence.
+    """
+
+    name = model_type = architecture = routing = gates = None
 
     def __init__(self, model):
         self.model = model
@@ -24,34 +35,62 @@ class Qwen35:
         """Sentences on what the class cannot compute of the model; empty if it can be written."""
         model, heads = self.model, self.model.heads
         gated = heads.head_selection == "mixture" and not model.routed_layers()
-        alike = len(model.head_counts) == 1 and not model.head_dims
         found = [
             (not gated, "--head-selection: it gates every head and chooses none, which is gated"),
-            (heads.routing != "sigmoid", f"--routing {heads.routing}: its gates are sigmoids"),
+            (heads.routing != self.routing, f"--routing {heads.routing}: its gates are {self.gates}"),
             (not model.qk_norm, "without --qk-norm: it normalises queries and keys"),
             (model.post_norm, "--post-norm: it normalises in front of a layer only"),
             (model.attention != "heads", f"--attention {model.attention}: it keeps keys and values of heads"),
-            (any(model.window), "--window: its layers see the whole sequence"),
             ({*model.position} != {"rotary"}, "--position: all of its layers have rotary positions"),
-            (not alike, "--num-attention-heads, --head-dims: its heads are all alike"),
+            *self.own_problems(),
         ]
-        return [f"--as qwen3_5: cannot hold this model; {text}" for wrong, text in found if wrong]
+        return [f"--as {self.name}: cannot hold this model; {text}" for wrong, text in found if wrong]
 
     def config(self):
         """The keys of config.json that describe the model."""
+        return {
+            **{entry.key: getattr(self.model, entry.field) for entry in MODEL},
+            "attention_bias": FIXED["attention_bias"],
+            "hidden_act": FIXED["hidden_act"],
+            "layer_types": [SLIDING if width else FULL for width in self.model.window],
+        }
+
+    def wide(self, gates):
+        """The rows of gates [h, w], with zeros for the channels of their input that they do not read: [h, d]."""
+        return F.pad(gates, (0, self.model.hidden_size - gates.shape[1]))
+
+    def narrow(self, gates):
+        """The rows as they were before ``wide``."""
+        return gates[:, : self.model.heads.gate_width or None]
+
+
+class Qwen35(StockClass):
+    name, model_type, architecture = "qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM"
+    routing, gates = "sigmoid", "sigmoids"
+
+    def own_problems(self):
+        alike = len(self.model.head_counts) == 1 and not self.model.head_dims
+        return [
+            (any(self.model.window), "--window: its layers see the whole sequence"),
+            (not alike, "--num-attention-heads, --head-dims: its heads are all alike"),
+        ]
+
+    def config(self):
         model, rotated = self.model, int(self.model.head_dim * self.model.rotary_fraction) // 2
         sections = [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3]  # of three equal positions of a token
         rope = written_rope(model)["rope_parameters"]
-        return {
-            **{entry.key: getattr(model, entry.field) for entry in MODEL},
-            "attention_bias": FIXED["attention_bias"],
-            "hidden_act": FIXED["hidden_act"],
-            "layer_types": ["full_attention"] * model.num_layers,
+        return super().config() | {
             "rope_parameters": {
                 **rope, "partial_rotary_factor": model.rotary_fraction, "mrope_section": sections,
                 "mrope_interleaved": True,
             },
         }  # fmt: skip
+
+    @staticmethod
+    def plain_keys(values):
+        """The keys of config.json ``values`` that another model spells otherwise, as a moh_llama has them."""
+        rope = values["rope_parameters"].items()
+        return {"rope_parameters": {key: value for key, value in rope if not key.startswith("mrope_")}}
 
     def converted(self, tensors):
         """(name, tensor) of the trainer, in its order -> those of the class."""
@@ -59,9 +98,9 @@ class Qwen35:
         for name, tensor in tensors:
             if name.endswith("q_proj.weight"):
                 queries[name] = tensor
-            elif name.endswith("router.w_shared"):
-                name = name.replace("router.w_shared", "q_proj.weight")
-                yield name, self.with_gates(queries.pop(name), tensor)
+            elif name.endswith(GATES):
+                name = name.replace(GATES, "q_proj.weight")
+                yield name, self.with_gates(queries.pop(name), self.wide(tensor))
             elif name.endswith("self_attn.o_proj.weight"):
                 yield name, 2 * tensor
             else:
@@ -76,12 +115,75 @@ class Qwen35:
     def original(self, name, read):
         """The trainer's tensor of that name. read: the class's, by its name."""
         heads, features = self.model.num_attention_heads, self.model.head_dim
-        if name.endswith(("q_proj.weight", "router.w_shared")):
-            joint = read(name.replace("router.w_shared", "q_proj.weight")).unflatten(0, (heads, 2 * features))
-            return joint[:, :features].flatten(0, 1) if name.endswith("q_proj.weight") else joint[:, features]
+        if self.is_arranged(name):
+            joint = read(name.replace(GATES, "q_proj.weight")).unflatten(0, (heads, 2 * features))
+            return self.narrow(joint[:, features]) if name.endswith(GATES) else joint[:, :features].flatten(0, 1)
         if name.endswith("self_attn.o_proj.weight"):
             return read(name) / 2
         return read(name) + 1 if "norm" in name else read(name)
 
+    def is_arranged(self, name):
+        """Whether the rows of the trainer's tensor of that name are not those of the class's, in their order."""
+        return name.endswith(("q_proj.weight", GATES))
 
-CLASSES = {"qwen3_5": Qwen35}
+
+class Laguna(StockClass):
+    name, model_type, architecture = "laguna", "laguna", "LagunaForCausalLM"
+    routing, gates = "softplus", "softplus of scores"
+
+    def __init__(self, model):
+        super().__init__(model)
+        layers = [model.of_layer(index) for index in range(model.num_layers)]
+        self.heads = [of.num_attention_heads for of in layers]
+        self.num_keys = math.lcm(*(of.num_key_value_heads for of in layers))  # in every layer
+        self.copies = [self.num_keys // of.num_key_value_heads for of in layers]  # of each key
+
+    def own_problems(self):
+        unequal = any(heads % self.num_keys for heads in self.heads)
+        return [
+            (len({*self.model.window} - {0}) > 1, "--window: its windows are of one width"),
+            (self.model.head_dims, "--head-dims: its heads are of one width"),
+            (unequal, f"--num-key-value-heads: all layers need {self.num_keys}, which must divide their query heads"),
+        ]
+
+    def config(self):
+        rope = written_rope(self.model)["rope_parameters"] | {"partial_rotary_factor": self.model.rotary_fraction}
+        window = {"sliding_window": max(self.model.window)} if any(self.model.window) else {}
+        return super().config() | window | {
+            "num_attention_heads": max(self.heads),
+            "num_key_value_heads": self.num_keys,
+            "num_attention_heads_per_layer": self.heads,
+            "mlp_layer_types": ["dense"] * self.model.num_layers,
+            "gating": "per-head",
+            "rope_parameters": {FULL: rope, SLIDING: rope},
+        }
+
+    @staticmethod
+    def plain_keys(values):
+        return {"rope_parameters": values["rope_parameters"][FULL]}
+
+    def converted(self, tensors):
+        for name, tensor in tensors:
+            if name.endswith(GATES):
+                yield name.replace(GATES, "g_proj.weight"), self.wide(tensor)
+            elif self.is_arranged(name):
+                each = tensor.unflatten(0, (-1, self.model.head_dim))
+                yield name, each.repeat_interleave(self.copies_of(name), 0).flatten(0, 1)
+            else:
+                yield name, tensor
+
+    def original(self, name, read):
+        if name.endswith(GATES):
+            return self.narrow(read(name.replace(GATES, "g_proj.weight")))
+        if self.is_arranged(name):
+            return read(name).unflatten(0, (-1, self.model.head_dim))[:: self.copies_of(name)].flatten(0, 1)
+        return read(name)
+
+    def is_arranged(self, name):
+        return name.endswith(("k_proj.weight", "v_proj.weight")) and self.copies_of(name) > 1
+
+    def copies_of(self, name):
+        return self.copies[int(name.split(".")[2])]
+
+
+CLASSES = {kind.name: kind for kind in (Qwen35, Laguna)}

@@ -6,7 +6,8 @@ The keys are those of ``LlamaConfig`` and these:
                              static: only the first (shared + active) heads
     routing                  paper: Eq. 5-6; paper_scaled: the same with gates near 1; released: the authors' vision
                              code; sigmoid: 2 sigmoid of each score; query_norm: query norms, Eq. 9-10; relu: ReLU of
-                             each score, whose sign selects
+                             each score, whose sign selects; softplus: of each score
+    gate_width               channels of its input that a router reads, the first ones; 0: all
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
@@ -20,6 +21,7 @@ The keys are those of ``LlamaConfig`` and these:
                              kv_lora_rank features, and qk_rope_head_dim features that turn stand beside the head_dim
                              others (arXiv 2405.04434). q_lora_rank: features of the vector of queries; null: none
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
+    element_gates            a gate for each feature of each head, 2 sigmoid(g_proj x); for head_selection all
     post_norm                norms after attention and MLP instead of before them
     head_dims                one number per head of a layer, in all layers: its width; head_dim is then the widest
     layer_heads              one number per layer: its query heads, where they differ. num_attention_heads and
@@ -79,6 +81,7 @@ DEFAULTS = {  # of the keys that are kept as they are
     "head_selection": "mixture",
     "routing": "paper",
     "two_stage": True,
+    "gate_width": 0,
     "routing_unit": "head",
     "routed_keys": "all",
     "routing_dtype": "fp32",
@@ -90,6 +93,7 @@ DEFAULTS = {  # of the keys that are kept as they are
     "q_lora_rank": None,
     "qk_rope_head_dim": None,
     "qk_norm": False,
+    "element_gates": False,
     "post_norm": False,
     "load_balance_bias_rate": 0.0,
     "output_router_gates": False,
@@ -171,6 +175,9 @@ class MoHLlamaConfig(PretrainedConfig):
             plan = type(self).base_model_tp_plan
             self.base_model_tp_plan = {name: way for name, way in plan.items() if ".mlp." in name}
 
+        if self.element_gates:
+            self.base_model_tp_plan = {**self.base_model_tp_plan, "layers.*.self_attn.g_proj": "colwise"}
+
         # auto_map and other keys travel in kwargs; without them a saved model could not be loaded again.
         absent = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         super().__init__(**{**absent, **kwargs})
@@ -236,6 +243,8 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"head_dims {self.head_dims}: needs head_dim, the widest, and as many heads in every layer; no shared "
                 "keys, and none of qk_norm, latent attention, routed_keys selected and cope"
             )
+        if self.element_gates and (latent or self.head_dims or self.head_selection != "all"):
+            raise ValueError("element_gates: needs head_selection all, and neither latent attention nor head_dims")
         if latent and not (self.kv_lora_rank and self.qk_rope_head_dim):
             raise ValueError("attention latent: needs kv_lora_rank and qk_rope_head_dim")
         shared_keys = self.num_key_value_heads != self.num_attention_heads
@@ -246,11 +255,13 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(
                 f"query_dim {self.query_dim}: head_dim {self.head_dim} must be {shared_by} above it at least"
             )
+        if not 0 <= self.gate_width <= self.hidden_size:
+            raise ValueError(f"gate_width {self.gate_width}: must be between 0, for all, and {self.hidden_size}")
         competing = FORMS[self.routing].has_types  # otherwise scores do not say how sure the router is
         if self.routing_top_p is not None and not (0 < self.routing_top_p <= 1 and competing):
             raise ValueError(
                 f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
-                "sigmoid and relu"
+                "sigmoid, softplus and relu"
             )
         if self.routing_unit == "head_in_group" and (
             latent or self.head_dims or self.routed_keys == "selected" or self.routing_top_p is not None

@@ -127,6 +127,8 @@ class MoHLlamaAttention(nn.Module):
         self.cope = MoHLlamaContextualPositions(config, self.num_heads) if cope else None
         self.router = layer_router(config, layer_idx) if config.head_selection == "mixture" else None
         self.gated = self.router is not None or self.num_shared < self.num_heads  # else every gate is 1
+        size = self.num_heads * self.head_dim
+        self.g_proj = nn.Linear(config.hidden_size, size, bias=False) if config.element_gates else None
         routed = self.router is not None and self.num_shared < self.num_heads
         self.own_keys = routed and config.routed_keys == "selected"
         r = self.num_key_value_groups
@@ -218,6 +220,8 @@ class MoHLlamaAttention(nn.Module):
         output = output.reshape(*shape, -1, query.shape[-1])[..., : self.head_dim]  # [b, s, h, head_dim]
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
+        if self.g_proj is not None:
+            output = output * (2 * self.g_proj(hidden_states).sigmoid()).view(output.shape)
         return self.o_proj(self.joined(output)), weights, gates, selected, scores  # Eq. 4
 
 

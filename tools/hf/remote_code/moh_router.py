@@ -49,22 +49,23 @@ def select(scores, num_active, top_p=None, in_bf16=False):
 
 
 class MoHLlamaRouter(nn.Module):
-    """Routing of one layer. form: of moh_gates.py; the other arguments are those of ``routing_form`` and ``select``.
+    """Routing of one layer. form: of moh_gates.py. width: channels of its input that it reads, the first ones; the
+    other arguments are those of ``routing_form`` and ``select``.
 
     The weights are parameters of this module and not of nn.Linear layers, which quantizers and inference engines
     replace.
     """
 
-    def __init__(self, form, hidden_size, top_p=None, in_bf16=False, bias_rate=0.0):
+    def __init__(self, form, width, top_p=None, in_bf16=False, bias_rate=0.0):
         super().__init__()
-        self.form, self.top_p, self.in_bf16, self.bias_rate = form, top_p, in_bf16, bias_rate
+        self.form, self.width, self.top_p, self.in_bf16, self.bias_rate = form, width, top_p, in_bf16, bias_rate
         steps = torch.zeros(form.layer.num_routed * form.groups, dtype=torch.int32)  # counts, which no dtype rounds
         biased = bias_rate and form.layer.num_routed
         self.register_parameter("bias_steps", nn.Parameter(steps, requires_grad=False) if biased else None)
-        weights = form.weights(0.0, hidden_size)
+        weights = form.weights(0.0, width)
         for name in WEIGHTS:
             rows, _ = weights.get(name, (0, None))
-            self.register_parameter(name, nn.Parameter(torch.empty(rows, hidden_size)) if rows else None)
+            self.register_parameter(name, nn.Parameter(torch.empty(rows, width)) if rows else None)
 
     def forward(self, x):
         """x: [b, s, d], or for forms that read queries those of all heads [b, s, h, head_dim], before norm and rotary.
@@ -94,7 +95,7 @@ class MoHLlamaRouter(nn.Module):
         if self.form.reads_queries:
             norms = x.to(torch.bfloat16 if self.in_bf16 else wide).norm(dim=-1)
             return *(part.to(wide) for part in self.form.scores(norms)), None
-        x = x.to(wide)
+        x = x[..., : self.width].to(wide)
         weights = (getattr(self, name) for name in WEIGHTS)
         return [x[..., :0] if weight is None else F.linear(x, weight.to(wide)) for weight in weights]
 
@@ -132,7 +133,8 @@ def layer_form(config, layer):
 def layer_router(config, layer):
     """The router of a layer of a language model."""
     in_bf16, bias_rate = config.routing_dtype == "bf16", config.load_balance_bias_rate
-    return MoHLlamaRouter(layer_form(config, layer), config.hidden_size, config.routing_top_p, in_bf16, bias_rate)
+    width = config.gate_width or config.hidden_size
+    return MoHLlamaRouter(layer_form(config, layer), width, config.routing_top_p, in_bf16, bias_rate)
 
 
 def image_router(config, layer, width, num_heads):

@@ -1,0 +1,162 @@
+"""Rows of whole documents, for --packing best_fit: which documents stand in a row, as a function of its number.
+
+The tokens of a source are cut into blocks of ``ROWS`` rows. A block is packed on its own, from the lengths of its
+documents alone, so that any row is found by packing one block; nothing is stored. Within a block
+
+1. a document longer than a row fills whole rows, and what is left of it is packed like a short one;
+2. the longest piece comes first, and goes to the row that it fills best (best-fit decreasing);
+3. pieces that fit into no row are cut into what the others have left free.
+
+A block of ``ROWS`` rows of S tokens holds exactly that many tokens. So each token is in one row, and no row is padded.
+Documents that reach over the end of a block are cut there.
+"""
+
+from bisect import bisect_left, insort
+from functools import lru_cache
+from typing import NamedTuple
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+
+ROWS = 64  # of a block
+CACHED = 256  # blocks
+COUNTED = 32  # blocks of a source that ``counts`` looks at
+
+
+class Piece(NamedTuple):
+    """``count`` tokens from position ``first`` on. starts: where after its first token documents begin, 1..count; so
+    ``count`` says that its last token ends one."""
+
+    first: int
+    count: int
+    starts: tuple[int, ...] = ()
+
+
+class Counts(NamedTuple):
+    """documents: those that would fit into a row, in the blocks that were looked at. cut: of them, those in several
+    rows. cut_by_windows: the same for --packing concatenate. tokens: of all documents; apart: of them, those in another
+    row than the beginning of their document, though it would fit into one."""
+
+    documents: int
+    cut: int
+    cut_by_windows: int
+    tokens: int
+    apart: int
+
+
+class Packer:
+    """The rows of the sources of a mixture. streams: ``Stream`` of each source, in the order of the mixture."""
+
+    def __init__(self, mixture, streams):
+        self.mixture = mixture
+        self.streams = streams
+        self.block = lru_cache(CACHED)(self.packed_block)
+
+    def row(self, source, epoch, position):
+        """[``Piece``] of the row in place of the window at ``position`` (``Mixture.locate``)."""
+        phase = self.mixture.phase(source, epoch)
+        number, place = divmod((position - phase) // self.mixture.seq_length, ROWS)
+        return self.block(source, phase, number)[place]
+
+    def packed_block(self, source, phase, number):
+        """The rows of a block. phase: where the first block begins."""
+        first, starts, rows = self.documents(source, phase, number)
+        packed = pack(starts, rows, self.mixture.seq_length)
+        return [[piece._replace(first=first + piece.first) for piece in row] for row in packed]
+
+    def documents(self, source, phase, number):
+        """(first token of a block, where documents begin in it, its rows)."""
+        length = self.mixture.seq_length
+        rows = min(ROWS, int(self.mixture.windows[source]) - number * ROWS)
+        first = phase + number * ROWS * length
+        return first, self.streams[source].document_starts(first, rows * length + 1), rows
+
+    def counts(self, source):
+        """``Counts`` of some blocks of the first epoch of a source, all over it."""
+        phase, blocks = self.mixture.phase(source, 0), -(-int(self.mixture.windows[source]) // ROWS)
+        step = -(-blocks // COUNTED)
+        found = []
+        for number in range(0, blocks, step):
+            _, starts, rows = self.documents(source, phase, number)
+            found.append(count_cuts(starts, rows, self.mixture.seq_length))
+        return Counts(*map(sum, zip(*found, strict=True)))
+
+
+    def describe(self, names):
+        """Lines about what is cut in the sources of these names. Raises ConfigError if one of them is damaged."""
+        yield "packing    best_fit, without padding: documents that are cut though they would fit into a sequence"
+        width = max(map(len, names))
+        for source, name in enumerate(names):
+            try:
+                found = self.counts(source)
+            except ShardError as error:
+                raise ConfigError([f"source {name}: {error}; restore the file"]) from error
+            cut, before = (number / max(1, found.documents) for number in (found.cut, found.cut_by_windows))
+            tokens = f"{found.apart / found.tokens:.2%} of the tokens"
+            yield f"  {name:<{width}}  {cut:.2%} with {tokens} after the cut; {before:.2%} with concatenate"
+
+
+def pack(starts, rows, length):
+    """``rows`` lists of ``Piece``s of ``length`` tokens in all. starts: of documents, 1..rows * length; one is at 0."""
+    total = rows * length
+    ends, begins = set(starts), {0, *starts}
+    bounds = [0, *(start for start in starts if start < total), total]
+    packed, short = [], []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        whole = (end - begin) // length * length
+        packed += [[(first, length)] for first in range(begin, begin + whole, length)]
+        if begin + whole < end:
+            short.append((begin + whole, end - begin - whole))
+    short.sort(key=lambda piece: (-piece[1], piece[0]))
+    packed += [[] for _ in range(rows - len(packed))]
+    gaps = [(length, row) for row in range(rows) if not packed[row]]  # ascending
+    left = []
+    for first, count in short:
+        place = bisect_left(gaps, (count, 0))
+        if place == len(gaps):
+            left.append((first, count))
+            continue
+        space, row = gaps.pop(place)
+        packed[row].append((first, count))
+        if space > count:
+            insort(gaps, (space - count, row))
+    fill(packed, gaps, left)
+    return [
+        [
+            Piece(first, count, (count,) if first + count in ends else ())
+            for first, count in sorted(row, key=lambda piece: piece[0] not in begins)  # documents before parts of some
+        ]
+        for row in packed
+    ]
+
+
+def count_cuts(starts, rows, length):
+    """``Counts`` of a block, of the documents that begin in it."""
+    total = rows * length
+    row_of = {}  # {position where a piece begins: its row}
+    for number, row in enumerate(pack(starts, rows, length)):
+        row_of |= {piece.first: number for piece in row}
+    places, documents, cut, cut_by_windows, apart = sorted(row_of), 0, 0, 0, 0
+    for begin, end in zip(starts, [*starts[1:], total + 1], strict=True):
+        stop = min(end, total)
+        if begin == total or stop - begin > length:
+            continue
+        pieces = places[bisect_left(places, begin) : bisect_left(places, stop)]
+        rest = pieces[1] if len(pieces) > 1 else stop
+        documents += 1
+        cut += rest < stop or end > total
+        cut_by_windows += begin // length != (stop - 1) // length or end > total
+        apart += stop - rest
+    return Counts(documents, cut, cut_by_windows, total, apart)
+
+
+def fill(packed, gaps, left):
+    """Cut the pieces that are ``left`` into the ``gaps`` of the rows, the largest ones first."""
+    for first, count in left:
+        while count:
+            space, row = gaps.pop()
+            taken = min(space, count)
+            packed[row].append((first, taken))
+            first, count = first + taken, count - taken
+            if space > taken:
+                insort(gaps, (space - taken, row))

@@ -1,0 +1,87 @@
+"""What each rank tells about an interval of the log: its waits for data, its memory, and the time of its own work.
+
+All ranks of a step end it together, so that the time of a step never says which of them is slow. A rank's own work is
+its wait for data and its forward passes, in which ranks with other samples do not wait for one another. Forward passes
+hold waits inside a tensor-parallel or context-parallel group, and everywhere with ZeRO stage 3.
+"""
+
+import resource
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from moh_lm.parallel.consensus import from_all_ranks
+from moh_lm.parallel.groups import group_rank
+
+
+class RankFigures(NamedTuple):
+    """data: seconds per step that the rank waited for its batches. own: these and its forward passes. memory: bytes,
+    see ``peak_memory``. stage: of the pipeline; only ranks of the same stage have the same work."""
+
+    data: float
+    own: float
+    memory: int
+    stage: int
+
+
+class SlowestRank(NamedTuple):
+    """The rank whose own work takes longest beside that of its stage. seconds, median: per step, of it and of them."""
+
+    rank: int
+    seconds: float
+    median: float
+
+
+class ForwardTimer:
+    """The time that the training passes forward of ``model`` take on the device.
+
+    On a GPU events mark their ends; ``take`` reads them when the step has waited for the device anyway.
+    """
+
+    def __init__(self, model, device):
+        self.device = device
+        self.marks = []  # begin and end of each pass in turn
+        model.register_forward_pre_hook(lambda module, *_: self.mark(module))
+        model.register_forward_hook(lambda module, *_: self.mark(module))
+
+    def mark(self, module):
+        if module.training:
+            self.marks.append(self.now())
+
+    def now(self):
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.get_device_module(self.device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take(self):
+        """Seconds of the passes since the last call. The device has done all of their work."""
+        pairs, self.marks = list(zip(self.marks[::2], self.marks[1::2], strict=True)), []
+        if self.device.type == "cpu":
+            return sum(end - begin for begin, end in pairs)
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+
+
+def rank_figures(accumulator, groups, device):
+    """[``RankFigures`` of each rank] of the interval that ends; all ranks call it together."""
+    data, own = accumulator.seconds_per_step()["data"], accumulator.own_seconds_per_step()
+    return from_all_ranks(RankFigures(data, own, peak_memory(device), group_rank(groups.pipeline)))
+
+
+def slowest_rank(ranks):
+    """``SlowestRank`` of [``RankFigures``]; the lower median, so that one of two ranks can be slow."""
+    stages = {figures.stage for figures in ranks}
+    medians = {stage: statistics.median_low(of.own for of in ranks if of.stage == stage) for stage in stages}
+    beside = [figures.own - medians[figures.stage] for figures in ranks]
+    rank = beside.index(max(beside))
+    return SlowestRank(rank, ranks[rank].own, medians[ranks[rank].stage])
+
+
+def peak_memory(device):
+    """Bytes: the most that the device's allocator has given out; on a CPU the most that the process held."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.get_device_module(device).max_memory_allocated(device)

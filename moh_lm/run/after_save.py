@@ -1,0 +1,88 @@
+"""--after-save: a command of the user's for every complete checkpoint, in the background, one after the other.
+
+What it does is not the run's business: a command that fails, or cannot be started, is reported and the run goes on.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from contextlib import suppress
+
+MOST_READ = 4096  # bytes at the end of a command's standard error
+
+
+class AfterSave:
+    """Runs ``command``, a line for the shell with {path} for the step directory; rank 0 makes one with a command.
+
+    event_log: ``EventLog``, gets the failures. patience: seconds that ``close`` waits for the commands that are left.
+    """
+
+    def __init__(self, command, event_log, patience):
+        self.command = command
+        self.event_log = event_log
+        self.patience = patience
+        self.waiting = deque()  # (step, directory) of checkpoints whose command has not begun
+        self.running = None  # (step, process, file of its standard error)
+
+    def add(self, step, path):
+        """A checkpoint is complete."""
+        if self.command:
+            self.waiting.append((step, path))
+            self.poll()
+
+    def poll(self):
+        """Report the command that has ended, if one has, and start the next one."""
+        if self.running and self.running[1].poll() is not None:
+            self.report()
+        while self.waiting and not self.running:
+            self.start(*self.waiting.popleft())
+
+    def start(self, step, path):
+        text = self.command.replace("{path}", shlex.quote(str(path)))
+        try:
+            errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``report``
+            process = subprocess.Popen(
+                ["sh", "-c", text],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # a Ctrl-C for the run is none for the command
+            )
+        except OSError as error:
+            self.fail(step, str(error))
+        else:
+            self.running = step, process, errors
+
+    def report(self):
+        (step, process, errors), self.running = self.running, None
+        with errors:
+            errors.seek(-min(errors.seek(0, os.SEEK_END), MOST_READ), os.SEEK_END)
+            said = errors.read().decode(errors="replace").splitlines()
+        if process.returncode:
+            last = next((line for line in reversed(said) if line.strip()), "it wrote nothing to standard error")
+            self.fail(step, f"exit code {process.returncode}: {last[:300]}")
+
+    def fail(self, step, reason):
+        print(f"--after-save failed for step-{step}: {reason}", file=sys.stderr, flush=True)
+        self.event_log.add("after-save failed", step, reason=reason)
+
+    def close(self, progress):
+        """Wait for the commands that are left, and end what takes too long. progress: called meanwhile."""
+        deadline = time.monotonic() + self.patience
+        self.poll()
+        while self.running and time.monotonic() < deadline:
+            progress()
+            time.sleep(0.05)
+            self.poll()
+        if self.running:
+            with suppress(ProcessLookupError):
+                os.killpg(self.running[1].pid, signal.SIGKILL)
+            self.running[1].wait()
+            left = [self.running[0], *(step for step, _ in self.waiting)]
+            self.running = None
+            self.fail(left[0], f"not done {self.patience} s after the run; steps left: {', '.join(map(str, left))}")

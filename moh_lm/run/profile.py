@@ -1,0 +1,83 @@
+"""A trace of some steps of a run, for those who look for where the time of a step goes: torch.profiler's.
+
+Each traced rank writes ``profile/steps-FROM-TO-rank-R.pt.trace.json.gz`` into the run directory, for Perfetto and
+TensorBoard, and of a GPU's memory ``...memory.pickle``, for https://pytorch.org/memory_viz. A profiler that fails ends
+no run: this rank says so.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from moh_lm.supervise.processes import log_rank0
+
+FOLDER = "profile"
+ALLOCATIONS = 1_000_000  # that a snapshot remembers
+
+
+class StepProfile:
+    """The profiler of this rank, which ``begin`` and ``end`` call around every step. run: ``RunBase``."""
+
+    def __init__(self, run, device):
+        traced = run.profile_ranks == "all" or dist.get_rank() == 0
+        self.steps = run.profiled_steps if traced else range(0)
+        self.directory = Path(run.checkpoint_dir) / FOLDER
+        self.device = device
+        self.memory = run.profile_memory
+        self.profiler = self.mark = None
+        self.first = self.last = 0  # steps of the trace
+
+    def begin(self, step):
+        """Trace the step of this number, if it is one of the wanted ones."""
+        if step in self.steps:
+            self.attempt(lambda: self.open(step))
+
+    def open(self, step):
+        if self.profiler is None:
+            self.start(step)
+        self.mark = record_function(f"ProfilerStep#{step}")  # the name that viewers look for
+        self.mark.__enter__()
+
+    def start(self, step):
+        on_gpu = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        profiler = profile(activities=activities, record_shapes=True, profile_memory=self.memory)
+        profiler.start()
+        self.profiler, self.first = profiler, step
+        if self.memory and on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+
+    def end(self, step):
+        """The step of this number is over; after the last wanted one the files are written."""
+        if self.mark is not None:
+            mark, self.mark, self.last = self.mark, None, step
+            self.attempt(lambda: mark.__exit__(None, None, None))
+        if step + 1 not in self.steps:
+            self.close()
+
+    def close(self):
+        """Write the files of the steps that were traced, if there are any."""
+        if self.profiler is not None:
+            profiler, self.profiler = self.profiler, None
+            self.attempt(lambda: self.write(profiler))
+
+    def write(self, profiler):
+        profiler.stop()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{self.first}-{self.last}-rank-{dist.get_rank()}"
+        profiler.export_chrome_trace(str(self.directory / f"{name}.pt.trace.json.gz"))
+        if self.memory and self.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(self.directory / f"{name}.memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        log_rank0(f"wrote the profile of steps {self.first} to {self.last} to {self.directory}")
+
+    def attempt(self, work):
+        """``work()``; if it fails, say so and trace no further step."""
+        try:
+            work()
+        except Exception as error:
+            self.steps, self.profiler, self.mark = range(0), None, None
+            print(f"no profile on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,159 @@
+"""A Llama in a GGUF file: the model that transformers reads, or a refusal that names what would be lost."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.data.hugging_face_model import HuggingFaceModel
+from tests.tokenizing import TEXTS, hugging_face_tokenizer
+from tests.tools.imports.llamas import BASE_ONLY, assert_same_logits, make_llama
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def name_in_gguf(name):
+    name = name.removesuffix(".weight")
+    if name in OUTER:
+        return f"{OUTER[name]}.weight"
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.weight"
+
+
+def interleaved(weight, heads):
+    """The rows of a projection [heads e, d] as llama.cpp has them: the halves that are turned together alternate."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def write_gguf(path, model, architecture="llama", absent=(), more=(), scaling=None, tokenizer=None):
+    """The weights of a Llama, with matrices in F16, as llama.cpp writes them.
+
+    more: names of further tensors. tokenizer: the directory of one like GPT-2's.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("small")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(BASE_ONLY["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if scaling:
+        writer.add_rope_scaling_type(scaling)
+    if tokenizer:
+        add_tokenizer(writer, json.loads((tokenizer / "tokenizer.json").read_text())["model"])
+    weights = {name_in_gguf(name): weight for name, weight in model.state_dict().items()}
+    for name, weight in weights.items():
+        if "attn_q" in name or "attn_k" in name:
+            weight = interleaved(weight, config.num_attention_heads if "attn_q" in name else config.num_key_value_heads)
+        if name not in absent:
+            writer.add_tensor(name, (weight.half() if weight.ndim > 1 else weight).numpy())
+    for name in more:
+        writer.add_tensor(name, torch.ones(8).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tokenizer(writer, pieces):
+    """Pieces and merges like GPT-2's, whose first ids are <unk>, <s> and </s>, and a template of chats."""
+    vocabulary = sorted(pieces["vocab"], key=pieces["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocabulary) - 3))
+    writer.add_token_merges([" ".join(pair) for pair in pieces["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages }}<turn>")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A Llama whose weights are exact in F16."""
+    return make_llama(tmp_path_factory.mktemp("small"), dtype=torch.float16, rope_parameters=BASE_ONLY)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_is_the_model_that_it_was_written_from(imported, tmp_path, tied):
+    model = make_llama(
+        tmp_path / "hf", dtype=torch.float16, rope_parameters=BASE_ONLY, tie_word_embeddings=tied,
+        num_attention_heads=6, num_key_value_heads=2,
+    )  # fmt: skip
+    write_gguf(tmp_path / "small.gguf", model, absent={"output.weight"} if tied else ())
+    run = imported(tmp_path / "small.gguf")
+    assert_same_logits(run, model)
+    facts = json.loads((find_step(run) / "state.json").read_text())["imported"]
+    assert facts["source"] == str(tmp_path / "small.gguf")
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "small.gguf", "run"}  # what was temporary is gone
+
+
+def test_the_tokenizer_of_a_gguf_file_gives_the_same_ids(imported, tmp_path):
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    before = HuggingFaceModel(tokenizer)
+    model = make_llama(tmp_path / "hf", rope_parameters=BASE_ONLY, vocab_size=before.vocab_size())
+    write_gguf(tmp_path / "small.gguf", model, tokenizer=tokenizer)
+    step = find_step(imported(tmp_path / "small.gguf"))
+    after = HuggingFaceModel(step)
+    assert (after.eos_id(), after.bos_id()) == (2, 1)
+    for text in (*TEXTS, "", " a  b\n\t", "</s> \u00e9\U0001f600"):
+        assert after.encode(text).tolist() == before.encode(text).tolist(), text
+    assert "<turn>" in json.loads((step / "tokenizer_config.json").read_text())["chat_template"]
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"architecture": "qwen2"}, "has the architecture 'qwen2'; of GGUF files only 'llama' can be read"),
+        ({"more": ["rope_freqs.weight"]}, "rope_freqs.weight would be left out; import the model in Hugging Face form"),
+        ({"more": ["blk.0.attn_q.bias"]}, "blk.0.attn_q.bias would be left out"),
+        ({"absent": ["blk.1.attn_norm.weight"]}, "blk.1.attn_norm.weight is missing; fetch the file again"),
+        ({"scaling": gguf.RopeScalingType.YARN}, "llama.rope.scaling.type 'yarn' would be left out"),
+    ],
+)
+def test_what_the_reader_would_lose_is_refused_by_name(tool, small, tmp_path, changes, named):
+    write_gguf(tmp_path / "small.gguf", small, **changes)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
+    assert code == 2 and named in errors and errors.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.2, 0.9])
+def test_a_truncated_file_is_refused(tool, small, tmp_path, share):
+    write_gguf(tmp_path / "small.gguf", small)
+    content = (tmp_path / "small.gguf").read_bytes()
+    (tmp_path / "small.gguf").write_bytes(content[: int(share * len(content))])
+    code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
+    assert code == 2 and "not a whole GGUF file" in errors and errors.count("\n") == 1
+
+
+def test_a_type_of_weights_that_cannot_be_read_is_named(tool, small, tmp_path, monkeypatch):
+    def dequantize(data, kind):
+        if kind == gguf.GGMLQuantizationType.F16:
+            raise NotImplementedError
+        return data
+
+    write_gguf(tmp_path / "small.gguf", small)
+    monkeypatch.setattr(gguf, "dequantize", dequantize)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
+    assert code == 2 and "has weights of the type F16, which cannot be read; take a Q8_0" in errors
+
+
+def test_the_missing_package_is_named(tool, small, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "small.gguf", small)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
+    assert code == 2 and "is read with the package gguf: pip install -e '.[real]'" in errors

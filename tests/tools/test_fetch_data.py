@@ -1,0 +1,124 @@
+"""tools/fetch_data.py: copies of a data directory from a file system in memory that fails, lies, or changes."""
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+from moh_lm.data.files import seal
+from tests.data.directories import make_directory, open_dataset, open_sound
+from tools.shards import fetch
+
+SHARDS = {"books": [[300] * 40, [200] * 30], "web": [[500] * 20]}
+
+
+class Broken(MemoryFileSystem):
+    """The same files under broken://, of which ``budget`` bytes can be read before the connection is lost."""
+
+    protocol = "broken"
+    budget = 0
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("broken://", "memory://"))
+
+    def _open(self, path, mode="rb", **options):
+        file = super()._open(path, mode, **options)
+        made = MemoryFile(self, path, bytes(file.getvalue()))
+        read = made.read
+
+        def limited(size):
+            if Broken.budget <= 0:
+                raise TimeoutError("connection lost")
+            block = read(min(size, Broken.budget))
+            Broken.budget -= len(block)
+            return block
+
+        made.read = limited
+        return made
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """memory://data with a data directory, whose files are a dictionary."""
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    monkeypatch.setattr(fetch, "PAUSE", 0.001)
+    directory = make_directory(tmp_path / "origin", SHARDS)
+    files = fsspec.filesystem("memory")
+    for path in directory.rglob("*.*"):
+        files.pipe(f"/data/{path.relative_to(directory)}", path.read_bytes())
+    yield files
+    files.rm("/data", recursive=True)
+
+
+def contents(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_copy_has_the_same_bytes_and_the_same_samples(remote, tool, tmp_path):
+    code, said, _ = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
+    assert code == 0 and "complete and verified: 3 shards copied, 0 were there already" in said
+    assert contents(tmp_path / "copy") == contents(tmp_path / "origin")
+    both = [open_dataset(tmp_path / name) for name in ("origin", "copy")]
+    assert both[0].fingerprint() == both[1].fingerprint()
+
+
+def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "BLOCK", 1000)
+    copied, calls, code = [], 0, None
+    while code != 0:
+        Broken.budget, calls = 7000, calls + 1
+        code, _, said = tool("fetch_data", "broken://data", "--output", tmp_path / "copy", "--workers", 1)
+        assert code in (0, 1), said
+        assert code == 0 or said.endswith("(connection lost); run the same command again to resume\n")
+        assert (tmp_path / "copy" / "manifest.json").exists() == (code == 0)
+        copied.append(sum(map(len, contents(tmp_path / "copy").values())))
+    total = sum(map(len, contents(tmp_path / "origin").values()))
+    assert 3 < calls < total / 7000 + 3 and copied == sorted(copied)  # no byte of a shard is copied twice
+    assert contents(tmp_path / "copy") == contents(tmp_path / "origin")
+
+
+def test_damage_at_the_origin_is_named_and_never_published(remote, tool, tmp_path):
+    content = bytearray(remote.cat_file("/data/web/unit-0.bin"))
+    content[5000] ^= 1
+    remote.pipe("/data/web/unit-0.bin", bytes(content))
+    code, _, said = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
+    assert code == 1 and "memory://data/web/unit-0.bin: is not what its sidecar says" in said
+    left = contents(tmp_path / "copy")
+    assert not {"manifest.json", "web/unit-0.json", "web/unit-0.bin"} & left.keys()
+
+
+def test_a_part_of_another_file_is_copied_anew(remote, tool, tmp_path):
+    (tmp_path / "copy" / "web").mkdir(parents=True)
+    (tmp_path / "copy" / "web" / "unit-0.bin.part").write_bytes(b"something else")
+    assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
+    assert contents(tmp_path / "copy") == contents(tmp_path / "origin")
+
+
+def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path):
+    assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
+    grown = make_directory(tmp_path / "grown", {"books": SHARDS["books"], "web": [[501] * 20], "wiki": [[100] * 9]})
+    code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
+    assert code == 0 and "2 shards copied, 2 were there already" in said
+    assert contents(tmp_path / "copy") == contents(grown)
+    (tmp_path / "copy" / "wiki" / "unit-0.json").unlink()
+    code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
+    assert code == 0 and "1 shards copied, 3 were there already" in said
+    assert open_sound(tmp_path / "copy" / "wiki" / "unit-0").num_tokens == 900
+
+
+def test_shards_of_another_tokenizer_are_refused(remote, tool, tmp_path):
+    assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
+    before = contents(tmp_path / "copy")
+    other = make_directory(tmp_path / "other", SHARDS, sha256="b" * 64)
+    code, _, said = tool("fetch_data", other, "--output", tmp_path / "copy")
+    assert code == 2 and "has shards of another tokenizer; give another directory" in said
+    after = {name: content for name, content in contents(tmp_path / "copy").items() if not name.startswith(".fetch")}
+    assert after == before
+
+
+def test_names_that_leave_the_directory_are_refused(remote, tool, tmp_path):
+    evil = make_directory(tmp_path / "evil", {"books": [[300]]})
+    text = (evil / "manifest.json").read_bytes().replace(b'"unit-0"', b'"../../x"')
+    (evil / "manifest.json").write_bytes(seal(text[: text.rindex(b',\n "sha256"')] + b"\n}\n"))
+    code, _, said = tool("fetch_data", evil, "--output", tmp_path / "copy")
+    assert code == 1 and "'../../x' is no name of a source or a shard" in said

@@ -1,0 +1,76 @@
+"""--seq-length-warmup: the length of each step, what a loader makes of it, and runs in several layouts."""
+
+import numpy as np
+import pytest
+import torch
+
+from moh_lm.checks import config_problems
+from moh_lm.cost.summary import describe_lengths
+from moh_lm.flags import parse_config
+from tests.data.directories import SEQ_LENGTH, loader, make_directory, open_dataset
+from tests.distributed import run_ranks
+from tests.training.runs import arguments, equal, losses, parameters, run
+
+WARMUP = ("--seq-length-warmup", "2:5", "--log-interval", "1", "--eval-interval", "0", "--eval-samples", "1")
+
+
+@pytest.mark.parametrize(
+    "given, whole, expected",
+    [
+        ("2:6", 16, [2, 2, 4, 4, 8, 8, 16, 16]),
+        ("2:5", 16, [2, 2, 4, 4, 8, 16, 16, 16]),
+        ("3:4", 16, [3, 3, 6, 12, 16, 16, 16, 16]),
+        ("15:2", 16, [15, 15, 16, 16, 16, 16, 16, 16]),
+        ("1:1", 2, [1, 2, 2, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_length_doubles_in_equal_stretches(given, whole, expected):
+    flags = f"--seq-length {whole} --batch-tokens {8 * whole} --seq-length-warmup {given} --train-iters 9"
+    config, _ = parse_config(flags.split())
+    assert [config.length_at(8 * step) for step in range(8)] == expected
+    changes = [f"{length} from step {expected.index(length)}" for length in sorted(set(expected))]
+    assert describe_lengths(config) == f"lengths    {', '.join(changes)}"
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_parts_begin_at_position_0_and_all_else_stays(tmp_path, resets):
+    dataset = open_dataset(make_directory(tmp_path, {"a": [[5, 9, 3, 12] * 20]}))
+    lengths = {0: 3, 24: SEQ_LENGTH}
+    plain = loader(dataset, reset_at_documents=resets)
+    warm = loader(dataset, reset_at_documents=resets, length_at=lambda samples: lengths[samples])
+    for before, after in zip(plain.read_step(0), warm.read_step(0), strict=True):
+        assert torch.equal(before.tokens, after.tokens) and torch.equal(before.labels, after.labels)
+        for row, positions in enumerate(after.positions.tolist()):
+            begin = 0
+            for place in range(SEQ_LENGTH):
+                if place % 3 == 0 or (resets and before.positions[row, place] == 0):
+                    begin = place
+                assert positions[place] == place - begin
+    for before, after in zip(plain.read_step(24), warm.read_step(24), strict=True):
+        assert (before.positions is None) == (after.positions is None) == (not resets)
+    assert all(batch.positions is None for batch in loader(dataset, length_at=lambda _: 3).validation("a", 4))
+
+
+def test_every_layout_and_a_resume_warm_up_alike(data_dir, tmp_path):
+    found = {}
+    stages, shards = ("--pipeline-parallel-size", "2"), ("--tensor-parallel-size", "2")
+    for name, world_size, more in (("one", 1, ()), ("stages", 2, stages), ("shards", 2, shards)):
+        flags = arguments(data_dir, tmp_path / name, *WARMUP, *more)
+        if name == "one":
+            run_ranks(run, world_size, arguments(data_dir, tmp_path / "whole", *WARMUP))
+            run_ranks(run, world_size, flags, 3)
+        run_ranks(run, world_size, flags)
+        found[name] = losses(tmp_path / name)
+    assert equal(parameters(tmp_path / "one"), parameters(tmp_path / "whole"))
+    assert found["one"] == losses(tmp_path / "whole") and len(found["one"]) == 7
+    for name in ("stages", "shards"):
+        assert np.allclose(found[name], found["one"], rtol=1e-6, atol=0)
+    run_ranks(run, 1, arguments(data_dir, tmp_path / "plain", *WARMUP, "--seq-length-warmup", "15:1"))
+    assert losses(tmp_path / "plain")[0] != found["one"][0]
+
+
+@pytest.mark.parametrize("given", ["256", "16:5", "0:5", "8:0", "8:x"])
+def test_a_warmup_that_is_none_is_refused(data_dir, tmp_path, given):
+    config, _ = parse_config(arguments(data_dir, tmp_path, "--seq-length-warmup", given))
+    (problem,) = config_problems(config, 1)
+    assert problem.startswith(f"--seq-length-warmup {given}: write LENGTH:ITERS, such as 256:5000, with a LENGTH below")

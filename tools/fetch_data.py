@@ -1,0 +1,48 @@
+"""Copy a data directory to this machine: token shards, by their manifest, each file checked against its checksum.
+
+    python tools/fetch_data.py FROM --output DIR [--workers N]
+
+FROM is a directory, or a URL that fsspec reads, such as s3://BUCKET/data (pip install -e '.[remote]'). The manifest is
+written last, so that no run starts with a part of the data. The same command resumes: shards that are complete stay,
+and a file that was cut short is continued.
+
+Exit codes: 0; 1 a file could not be read, or is damaged at FROM; 2 an argument has to be fixed.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from moh_lm.cli.command import output_path, run_command
+from moh_lm.cli.parser import Parser
+from moh_lm.data.files import ShardError
+from moh_lm.units import at_least
+
+RESUMES = "; run the same command again to resume"
+
+
+def main(texts):
+    failures = (ShardError, OSError)
+    return run_command("fetch_data", parse_arguments, run, texts, failures=failures, remark=RESUMES, extra="remote")
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="python tools/fetch_data.py", description=__doc__.splitlines()[0])
+    parser.add_argument("source", metavar="FROM", help="data directory, or a URL that fsspec reads")
+    parser.add_argument("--output", type=output_path, required=True, metavar="DIR", help="data directory to be made")
+    help_of_workers = "shards that are copied at once (default: %(default)s)"
+    parser.add_argument("--workers", type=at_least(1), default=8, metavar="N", help=help_of_workers)
+    return parser.parse_args(texts)
+
+
+def run(arguments):
+    from tools.shards.fetch import fetch
+
+    copied, kept = fetch(arguments.source, arguments.output, arguments.workers)
+    print(f"{arguments.output} is complete and verified: {copied} shards copied, {kept} were there already")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

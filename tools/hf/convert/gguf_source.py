@@ -1,0 +1,112 @@
+"""A Llama in a GGUF file, in Hugging Face form for as long as it is imported.
+
+The weights, the configuration and the tokenizer are what transformers' own reader makes of the file, in fp32. That
+reader draws at random what the file lacks and passes over what it does not know, such as biases or the scaling of the
+rotary embedding. Therefore everything in the file is checked first, and what would be lost is refused by name.
+"""
+
+import json
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from data_prep.encoding import Tokenizer
+from moh_lm.config import ConfigError, raise_any
+
+SUFFIX = ".gguf"
+OF_LAYER = (
+    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
+)  # fmt: skip
+OF_MODEL = ("token_embd", "output_norm")  # and "output", unless the embeddings are tied
+OTHERWISE = "import the model in Hugging Face form instead"
+
+
+@contextmanager
+def hugging_face_form(model, output):
+    """``model`` itself, or if it is a GGUF file a temporary directory beside ``output`` with what it holds.
+
+    The directory takes 4 bytes for each parameter. Raises ConfigError for a file that transformers cannot read, or
+    would not read in full.
+    """
+    if model.suffix != SUFFIX:
+        yield model
+        return
+    check(model)
+    place = next(parent for parent in output.absolute().parents if parent.exists())
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=place) as directory:
+        write_model(model, Path(directory))
+        write_tokenizer(model, Path(directory))
+        yield Path(directory)
+
+
+def check(path):
+    """Raise ConfigError unless transformers can read everything in the GGUF file ``path``."""
+    try:
+        import gguf
+    except ImportError as error:
+        needs = "a GGUF file is read with the package gguf: pip install -e '.[real]'"
+        raise ConfigError([f"--model {path}: {needs}"]) from error
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer." not in name}
+    except (OSError, ValueError, LookupError) as error:
+        reason = f"not a whole GGUF file ({error}); fetch it again"
+        raise ConfigError([f"--model {path}: {reason}"]) from error
+    kind = fields.get("general.architecture")
+    if kind != "llama":
+        raise ConfigError([f"--model {path}: has the architecture {kind!r}; of GGUF files only 'llama' can be read"])
+    if (parts := fields.get("split.count", 1)) > 1:
+        raise ConfigError([f"--model {path}: is one of {parts} parts; join them first: llama-gguf-split --merge"])
+    problems = [
+        f"{name} {value!r} would be left out; {OTHERWISE}"
+        for name, value in fields.items()
+        if ".rope.scal" in name and value not in ("none", 1.0)
+    ]
+    names = {tensor.name for tensor in reader.tensors}
+    layers = range(fields.get("llama.block_count", 0))
+    known = {f"{name}.weight" for name in OF_MODEL} | {f"blk.{n}.{name}.weight" for n in layers for name in OF_LAYER}
+    extra = names - known - {"output.weight"}
+    problems += [f"{name} would be left out; {OTHERWISE}" for name in sorted(extra)[:4]]
+    problems += [f"{name} is missing; fetch the file again" for name in sorted(known - names)[:4]]
+    of_type = {tensor.tensor_type: tensor.data for tensor in reader.tensors}
+    for kind, data in of_type.items():
+        try:
+            gguf.dequantize(data[:1], kind)
+        except NotImplementedError:
+            problems.append(f"has weights of the type {kind.name}, which cannot be read; take a Q8_0 or F16 file")
+    raise_any([f"--model {path}: {problem}" for problem in problems])
+
+
+def write_model(path, directory):
+    """Write config.json and model.safetensors, in fp32, of the GGUF file ``path``."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    config.pop("quantization_config", None)  # transformers 5 says there which file was read
+    weights = model.state_dict()
+    if config["tie_word_embeddings"]:
+        weights.pop("lm_head.weight")
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def write_tokenizer(path, directory):
+    """Write the tokenizer of the GGUF file ``path`` beside its model; a line says what transformers cannot read.
+
+    Its configuration has the chat template, and names what ends a document where that is not what ends a chat's turn.
+    """
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer.save_pretrained(directory, save_jinja_files=False)
+        for name, content in Tokenizer(str(directory)).contents().items():
+            (directory / name).write_bytes(content)
+    except Exception as error:  # converters of transformers raise anything
+        remedy = "give the tokenizer of the data by --tokenizer"
+        print(f"no tokenizer can be read from {path} ({type(error).__name__}: {error}); {remedy}", flush=True)

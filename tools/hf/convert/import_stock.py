@@ -1,0 +1,79 @@
+"""Gated models in classes of transformers, as ``export_hf --as`` has written them, back under the trainer's names.
+
+config.json is read as that of a mixture whose heads are all shared. What the class would write of this model must then
+be what stands in the file, key by key. So everything that makes another function of the weights, such as a layer of
+linear attention, experts, or numbers of heads that vary, is refused by its name.
+"""
+
+import torch
+
+from moh_lm.build import build_model
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.model.transformer import saved_tensors
+from tools.hf.convert import keys
+from tools.hf.convert.import_config import model_config, type_problems
+from tools.hf.convert.import_weights import Source
+from tools.hf.convert.stock_classes import CLASSES
+
+SILENT = (  # keys that say nothing of the function, or that are checked by themselves
+    "architectures", "model_type", "max_position_embeddings", "initializer_range", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "tokenizer_class", "torch_dtype", "dtype", "transformers_version",
+)  # fmt: skip
+KINDS = {kind.model_type: kind for kind in CLASSES.values()}
+
+
+def read_stock(values):
+    """(config.json's ``values`` in the keys of a moh_llama, the ``StockClass`` that they were written for).
+
+    Values of any other model are returned as they are, with None. Raises ConfigError with all that cannot be read.
+    """
+    kind = KINDS.get(values.get("model_type"))
+    if kind is None:
+        return values, None
+    try:
+        layers = len(values["layer_types"])
+        plain = {key: value for key, value in values.items() if key in (*SILENT, "sliding_window", "layer_types")}
+        plain |= {entry.key: values[entry.key] for entry in keys.MODEL if entry.key in values}
+        plain |= kind.plain_keys(values)
+        shared = [values["num_attention_heads"]] * layers
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); mend it"]) from error
+    plain |= {"model_type": "moh_llama", "architectures": [keys.ARCHITECTURES["moh_llama"]], "qk_norm": True}
+    plain |= {"head_selection": "mixture", "routing": kind.routing, "two_stage": True}
+    plain |= {"num_shared_heads": shared, "num_active_routed_heads": [0] * layers}
+    raise_any([f"config.json: {problem}; mend it" for problem in type_problems(plain)])
+    stock = kind(model_config(plain))
+    written = {"architectures": [kind.architecture], **stock.config()}
+    problems = [
+        f"{key} {values.get(key)!r}: can only be {value!r}"
+        for key, value in written.items()
+        if values.get(key) != value
+    ]
+    odd = sorted(key for key in values.keys() - written.keys() - {*SILENT} if values[key] is not None)
+    problems += [f"{key} {values[key]!r}: has no counterpart here" for key in odd]
+    raise_any([f"config.json: {problem}; only what export_hf --as has written can be read" for problem in problems])
+    return plain, stock
+
+
+class StockSource(Source):
+    """The safetensors of such a directory, by the trainer's names. Raises ConfigError unless all are there."""
+
+    def __init__(self, directory, stock):
+        super().__init__(directory)
+        self.stock, there = stock, self.shapes
+        with torch.device("meta"):
+            tensors = list(saved_tensors(build_model(stock.model)))
+            wanted = {name: tuple(tensor.shape) for name, tensor in stock.converted(tensors)}
+        problems = [
+            f"{name} has shape {list(there.get(name, ()))}, config.json says {list(wanted.get(name, ()))}"
+            for name in sorted(there.keys() | wanted.keys())
+            if there.get(name) != wanted.get(name)
+        ]
+        raise_any([f"{directory}: {problem}; export it again" for problem in problems[:8]])
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
+
+    def rows(self, name, start=0, stop=None):
+        read = super().rows
+        if self.stock.is_arranged(name):
+            return self.stock.original(name, read)[start:stop]
+        return self.stock.original(name, lambda there: read(there, start, stop))

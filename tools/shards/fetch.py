@@ -1,0 +1,193 @@
+"""A data directory copied from anywhere that fsspec reads, shard by shard.
+
+    DIR/SOURCE/UNIT.bin.part    a file that is being copied; a later start goes on at its end
+    DIR/.fetch                  the manifest and the tokenizer until all shards are there
+
+Nothing has its final name before its SHA-256 was compared: of .bin and .idx with the sidecar, of the sidecar with the
+manifest, which is sealed itself. The sidecar comes last, and the manifest after all sidecars.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+
+from data_prep.output import only_run, writable_directory
+from data_prep.report import progress_bar
+from moh_lm.checkpoint.writing import free_bytes
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError, beside, flush
+from moh_lm.data.reader import open_shard, read_sidecar
+from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
+
+ATTEMPTS = 3
+PAUSE = 1.0  # seconds before the second attempt, and twice as many before each next one
+BLOCK = 1 << 22
+SHORT = 2**24  # bytes that are copied before a bar would be of use
+SUFFIXES = (".bin", ".idx")
+
+
+def fetch(url, output, workers):
+    """Make the data directory at ``url`` anew at ``output``; (shards copied, shards that were there).
+
+    Raises ConfigError for what the user has to fix, ShardError or OSError for files that are damaged or out of reach.
+    """
+    origin = Origin(url)
+    writable_directory(output)
+    with only_run(output):
+        staged = output / ".fetch"
+        manifest = stage(origin, output, staged)
+        units = [(name, unit, entry) for name, of in manifest["sources"].items() for unit, entry in of["units"].items()]
+        missing = [found for found in units if not is_complete(output, *found)]
+        need = sum(sum(entry["bytes"].values()) for *_, entry in missing)
+        if need > free_bytes(output):
+            problem = f"no space left: {need:,} bytes are to be copied, {free_bytes(output):,} are free"
+            raise ConfigError([f"--output {output}: {problem}; give a directory on a larger disk"])
+        with progress_bar("copying", need, SHORT) as bar, ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(fetch_unit, origin, output, *found, bar.update) for found in missing]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for path in sorted(staged.iterdir(), key=lambda path: path.name == "manifest.json"):
+            os.replace(path, output / path.name)
+        flush(output)
+        staged.rmdir()
+    return len(missing), len(units) - len(missing)
+
+
+class Origin:
+    """The directory ``url``. Raises ConfigError if there is no such protocol, or its package is missing."""
+
+    def __init__(self, url):
+        self.url = url.rstrip("/")
+        try:
+            self.files, self.root = fsspec.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError([f"FROM {url}: {error}; pip install -e '.[remote]'"]) from error
+
+    def path(self, name):
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def small_file(self, name):
+        """The bytes of a file; None if it is absent. Raises OSError."""
+
+        def read():
+            try:
+                return self.files.cat_file(self.path(name))
+            except FileNotFoundError:
+                return None
+
+        return persistently(f"{self.url}/{name}", read)
+
+
+def persistently(name, work):
+    """What ``work()`` returns; a failure is tried again. Raises OSError with the last reason."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return work()
+        except ShardError:
+            raise
+        except Exception as error:  # each protocol has its own
+            reason = str(error) or type(error).__name__
+        time.sleep(PAUSE * 2**attempt if attempt + 1 < ATTEMPTS else 0)
+    raise OSError(f"{name}: cannot be copied ({reason})")
+
+
+def stage(origin, output, staged):
+    """Put the manifest and the tokenizer into the directory ``staged``; the manifest, whose names are names of files.
+
+    Raises ConfigError if there is none, or ``output`` holds data of another tokenizer; ShardError.
+    """
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir()
+    for name in ("manifest.json", *TOKENIZER_FILES):
+        content = origin.small_file(name)
+        if content is not None:
+            (staged / name).write_bytes(content)
+        elif name == "manifest.json":
+            staged.rmdir()
+            advice = "give a directory that data_prep/tokenize.py has finished"
+            raise ConfigError([f"FROM {origin.url}: has no manifest.json; {advice}"])
+    manifest = read_manifest(staged)
+    for name in [*manifest["sources"], *(unit for of in manifest["sources"].values() for unit in of["units"])]:
+        if os.path.basename(name) != name or name.startswith("."):
+            raise ShardError(f"{origin.url}/manifest.json: {name!r} is no name of a source or a shard")
+    there = read_manifest(output) if (output / "manifest.json").exists() else manifest
+    if there["tokenizer"] != manifest["tokenizer"]:
+        raise ConfigError([f"--output {output}: has shards of another tokenizer; give another directory"])
+    return manifest
+
+
+def is_complete(output, source, unit, entry):
+    """Whether the shard of a manifest's ``entry`` is there; the first read of a run compares its bytes."""
+    try:
+        return open_shard(output / source / unit).content == entry["content"]
+    except ShardError:
+        return False
+
+
+def fetch_unit(origin, output, source, unit, entry, report):
+    """Copy a shard. report: takes numbers of bytes. Raises ShardError or OSError."""
+    prefix = output / source / unit
+    prefix.parent.mkdir(exist_ok=True)
+    sidecar, staged = beside(prefix, ".json"), beside(prefix, ".json.part")
+    if sidecar.exists():  # of another shard of this name
+        for suffix in (".json", *SUFFIXES):
+            beside(prefix, suffix).unlink(missing_ok=True)
+    staged.write_bytes(origin.small_file(f"{source}/{unit}.json") or b"")
+    facts = read_sidecar(staged)
+    content = hashlib.sha256((facts["bin"]["sha256"] + facts["idx"]["sha256"]).encode()).hexdigest()
+    if content != entry["content"]:
+        raise ShardError(f"{origin.url}/{source}/{unit}.json: has other checksums than manifest.json")
+    for suffix in SUFFIXES:
+        name = f"{source}/{unit}{suffix}"
+        copy = Copy(origin, name, beside(prefix, suffix), facts[suffix[1:]], report)
+        if not (copy.attempt() or copy.attempt()):  # the first one may have gone on from a part of another file
+            raise ShardError(f"{origin.url}/{name}: is not what its sidecar says; restore it there")
+    flush_file(staged)
+    os.replace(staged, sidecar)
+    flush(prefix.parent)
+
+
+class Copy:
+    """The copy of one file. facts: "bytes" and "sha256" of its sidecar."""
+
+    def __init__(self, origin, name, target, facts, report):
+        self.origin, self.name = origin, name
+        self.target, self.part = target, beside(target, ".part")
+        self.facts, self.report = facts, report
+        if target.exists():  # without a sidecar: its shard is not complete
+            os.replace(target, self.part)
+
+    def attempt(self):
+        """Copy the file; whether it is what the sidecar says and has its name now. Raises OSError."""
+        persistently(f"{self.origin.url}/{self.name}", self.go_on)
+        digest = hashlib.sha256()
+        with open(self.part, "rb") as part:
+            while block := part.read(BLOCK):
+                digest.update(block)
+        if digest.hexdigest() != self.facts["sha256"]:
+            self.part.unlink()
+            return False
+        flush_file(self.part)
+        os.replace(self.part, self.target)
+        return True
+
+    def go_on(self):
+        """Copy what is missing at the end of the part. Raises whatever the protocol does."""
+        with open(self.part, "ab") as part, self.origin.files.open(self.origin.path(self.name), "rb") as file:
+            file.seek(part.tell())
+            while block := file.read(BLOCK):
+                part.write(block)
+                self.report(len(block))
+
+
+def flush_file(path):
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
