@@ -119,7 +119,9 @@ def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_p
         assert len(biases) == (6 if "bias" in model else 0)
         assert all(torch.equal(mine[key], theirs[key]) for key in biases)
     mine, theirs = state(tmp_path, 1), state(expected, 1)
-    far = {key: distance(mine[key], theirs[key]) for key in theirs}
+    # A step of Adam from 0 is that of rounding where a gradient is as small: the moments of these gates are compared.
+    compared = [key for key in theirs if not (key.startswith("master/") and key.endswith("g_proj.weight"))]
+    far = {key: distance(mine[key], theirs[key]) for key in compared}
     assert max(far.values()) < 1e-5, sorted(far.items(), key=lambda item: -item[1])[:5]
 
 
