@@ -92,7 +92,7 @@ class RunRecord:
         if self.step >= of and (last is None or last["event"] == "resumed"):  # the same command was given once more
             return f"complete after step {self.step:,} of {of:,}"
         if last is None or last["event"] == "resumed" or last["step"] < self.step:
-            return f"at step {self.step:,} of {of:,}; it goes on, or was killed"
+            return f"at step {self.step:,} of {of:,}; it is still running, or was killed"
         return f"{last['event']} after step {last['step']:,} of {of:,}"
 
     def tokens_at(self, step):

@@ -44,7 +44,7 @@ def read_config(directory):
         raise ConfigError([f"{path}: cannot be read ({error}); give a model in Hugging Face form"]) from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
         raise ConfigError([f"{path}: no configuration; give a model in Hugging Face form"])
-    raise_any([f"{path}: {problem}; mend it" for problem in type_problems(values)])
+    raise_any([f"{path}: {problem}; fix it" for problem in type_problems(values)])
     return values
 
 
@@ -121,7 +121,7 @@ def model_config(values, heads=None, code_is_known=False):
         )
         problems = model_problems(model)
     except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); mend it"]) from error
+        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); fix it"]) from error
     raise_any(problems)
     return model
 

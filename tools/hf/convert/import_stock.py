@@ -37,11 +37,11 @@ def read_stock(values):
         plain |= kind.plain_keys(values)
         shared = [values["num_attention_heads"]] * layers
     except (LookupError, TypeError, AttributeError) as error:
-        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); mend it"]) from error
+        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); fix it"]) from error
     plain |= {"model_type": "moh_llama", "architectures": [keys.ARCHITECTURES["moh_llama"]], "qk_norm": True}
     plain |= {"head_selection": "mixture", "routing": kind.routing, "two_stage": True}
     plain |= {"num_shared_heads": shared, "num_active_routed_heads": [0] * layers}
-    raise_any([f"config.json: {problem}; mend it" for problem in type_problems(plain)])
+    raise_any([f"config.json: {problem}; fix it" for problem in type_problems(plain)])
     stock = kind(model_config(plain))
     written = {"architectures": [kind.architecture], **stock.config()}
     problems = [

@@ -166,7 +166,7 @@ def token_ids(directory, values):
         if not isinstance(more, dict):
             raise ValueError("it holds no settings")
     except ValueError as error:
-        raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
+        raise ConfigError([f"{path}: cannot be read ({error}); fix it, or delete it"]) from error
     keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
     found = {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
     if isinstance(more.get("eos_token_id"), list):  # all that end a text; config.json may name one of them
