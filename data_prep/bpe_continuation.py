@@ -1,10 +1,10 @@
-"""BPE training that continues an existing vocabulary: which tokens to join further, the most frequent pair first.
+"""BPE training that continues an existing vocabulary: it joins tokens further, the most frequent pair first.
 
-A vocabulary that grows in this way encodes as before, and then joins some neighbours: its new tokens come after all old
-ones in the order of joining, so a text is first made of old tokens, as ever, and no old token is ever split.
+New tokens come after all old ones in the order of joining. The larger vocabulary therefore first encodes a text with
+the old tokens, exactly as before, and then joins some neighbours; no old token is ever split.
 
-SentencePiece's own trainer does the work, on a text in a private alphabet: each old token is a character of Unicode's
-private planes, and each word a line with the number of its occurrences. What the trainer joins are then old tokens.
+SentencePiece's own trainer does the work, on a text in a private alphabet: each old token becomes a character of
+Unicode's private planes, and each word a line with the number of its occurrences. The trainer then joins old tokens.
 """
 
 import io
@@ -30,7 +30,7 @@ def spelled(ids: np.ndarray, ends_word: np.ndarray) -> str:
 
 
 def typical(found: Counter[str], old: Counter[str]) -> Counter[str]:
-    """What of ``found`` in the new text makes up a larger part of it than of the ``old`` text."""
+    """Those of ``found`` in the new text that are a larger part of it than of the ``old`` text."""
     ratio = found.total() / old.total() if old else 0
     return Counter({item: count for item, count in found.items() if count > ratio * old[item]})
 
@@ -94,7 +94,7 @@ def joined_tokens(words: Counter[str], number: int) -> list[list[int]]:
 
 
 def steps(word: str, order: dict[str, int]) -> Iterator[str]:
-    """What BPE joins in ``word``, one after another."""
+    """The tokens that BPE joins in ``word``, one after another."""
     parts = list(word)
     while pairs := [(order[a + b], place) for place, (a, b) in enumerate(pairwise(parts)) if a + b in order]:
         _, place = min(pairs)

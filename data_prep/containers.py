@@ -1,4 +1,4 @@
-"""What a file is packed in, known by its first bytes whatever its name, and the bytes inside.
+"""Containers of input files, recognised by the first bytes whatever the name, and the bytes inside them.
 
     gzip       all members, and zero bytes between them
     zstd       all frames, skippable ones passed over, windows of up to 2 GiB
@@ -66,7 +66,7 @@ class InputError(Failure):
 
 @contextmanager
 def reading(path: str):
-    """Whatever goes wrong with a file becomes an InputError that names it."""
+    """A context in which any failure to read a file becomes an InputError that names it."""
     try:
         yield
     except FAILURES as error:
@@ -76,7 +76,7 @@ def reading(path: str):
 def sniff(file, name: str) -> tuple[str, str]:
     """(container, form) of an open binary file, the form being jsonl, text, or column for parquet and Arrow.
 
-    JSON lines are known by their first line, else by ``name``. Raises InputError for what is none of them.
+    JSON lines are recognised by their first line, or else by ``name``. Raises InputError for any other content.
     """
     head = file.read(READ)
     match = CONTAINER.match(head)
@@ -183,7 +183,7 @@ def decompressed(file: BinaryIO, container: str) -> Iterator[bytes]:
 
 
 def new_member(gzip: bool):
-    """What unpacks the next gzip member or zstandard frame."""
+    """The decompressor for the next gzip member or zstandard frame."""
     if gzip:
         return zlib.decompressobj(wbits=31)
     return zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
@@ -202,7 +202,8 @@ def check_beginning(file: BinaryIO, container: str, data: bytes):
 
 
 def unchanged(path: str, size: int, written: int):
-    """Raise InputError if a file has not the size, in bytes, or the last writing, in ns, of when it was planned."""
+    """Raise InputError if a file's size in bytes, or its modification time in ns, has changed since the plan was
+    made."""
     now = os.stat(path)
     if (now.st_size, now.st_mtime_ns) != (size, written):
         raise InputError(

@@ -1,9 +1,9 @@
 """Which corpus a record belongs to: by its schema first, then by its path. docs/data.md has the schemas.
 
 ``meta`` is an object, or a string that holds JSON or the representation of a Python dictionary, as in parquet files
-that were converted from RedPajama. A SET of RedPajama is told by meta.source, by keys that only one set has, at last by
-the path: ``arxiv/``, ``c4-train.00000-of-01024.jsonl``, ``book_sample.jsonl``. A record needs a text: files of
-attributes, such as Dolma's, are no corpus.
+that were converted from RedPajama. A SET of RedPajama is recognised by meta.source, by keys that only one set has, or
+else by the path: ``arxiv/``, ``c4-train.00000-of-01024.jsonl``, ``book_sample.jsonl``. A record needs a text, so files
+of attributes, such as Dolma's, are not a corpus.
 """
 
 import ast
@@ -30,11 +30,11 @@ DOLMA_PATH = re.compile(r"dolma-v1_")
 
 
 def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str]:
-    """The sources that the records of a file belong to, from one of them; several if the file mixes sets, none if it
-    is of no known corpus.
+    """The sources to which the records of a file belong, judged by one record: several if the file mixes sets, none if
+    the corpus is unknown.
 
-    ``name``: path of the file, as far as it tells something. ``tabular``: of parquet, where RedPajama's sets may be
-    mixed without saying so.
+    ``name``: the informative part of the file's path. ``tabular``: whether it is parquet, where sets of RedPajama may
+    be mixed without a sign of it.
     """
     if text_key not in record:
         return []
@@ -61,7 +61,7 @@ def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str
 
 
 def source_of_record(record: dict) -> str | None:
-    """The source of a record of RedPajama or SlimPajama, as far as the record tells it."""
+    """The source of a record of RedPajama or SlimPajama, if the record shows it."""
     meta = parsed(record.get("meta")) or record
     if "redpajama_set_name" in meta:
         return named("slimpajama", meta["redpajama_set_name"])
@@ -97,7 +97,7 @@ def named(corpus: str, set_name: object) -> str | None:
 
 
 def parsed(meta) -> dict:
-    """``meta`` as a dictionary, empty if it is none."""
+    """``meta`` as a dictionary; empty if it cannot be read as one."""
     if isinstance(meta, str):
         try:
             meta = parse_json(meta)

@@ -1,11 +1,11 @@
-"""The documents of an input file, one after another, whatever they are packed in (data_prep/containers.py).
+"""The documents of an input file, one after another, in any container (data_prep/containers.py).
 
     jsonl     a JSON object per line, the text under ``text_key``; a line is the unit of damage
     column    the column ``text_key`` of parquet or Arrow, a document per row
     text      the whole file is one document
 
-Text leaves as it is. What is not a document is dropped with a reason (docs/data.md lists them), so that the documents
-and the counts of what was dropped add up to the lines, rows or texts of the input. A file that mixes several sources
+Text is not changed. Lines, rows or files that are not documents are dropped with a reason (docs/data.md lists the
+reasons), so that documents and drops add up to the lines, rows or texts of the input. A file that mixes several sources
 (data_prep/corpora.py) is read for one source at a time: ``Piece.source``.
 """
 
@@ -75,7 +75,7 @@ def inspect_file(path: str, name: str) -> Piece:
 
 
 def documents(piece: Piece, text_key: str) -> Iterator[Document]:
-    """The documents of ``piece`` in order, and in their place whatever had to be dropped. Raises InputError."""
+    """The documents of ``piece`` in order, with drops where a document could not be read. Raises InputError."""
     read = {"jsonl": line_documents, "column": column_documents, "text": text_documents}[piece.form]
     with reading("standard input" if piece.name == STDIN else piece.path):
         unchanged(piece.path, piece.size, piece.written)
@@ -84,7 +84,8 @@ def documents(piece: Piece, text_key: str) -> Iterator[Document]:
 
 
 def document(text, dropped, position, offset, raw) -> Document:
-    """A Document of the value found in place of the text, if it is one; ``raw``: what it was found in, if bytes."""
+    """A Document of the value found under the text key, or a drop if it is not a text; ``raw``: the record's bytes, if
+    known."""
     num_bytes = 0
     if dropped is None and text is None:
         dropped = "missing text"
@@ -133,7 +134,7 @@ def text_of_line(line: bytes, text_key: str, source: str):
 
 
 def other_set(record: dict, source: str) -> str | None:
-    """Why a record is not read for ``source``, the empty string for all of the file."""
+    """The reason why a record is not read for ``source``; the empty string means that the whole file is read."""
     found = source_of_record(record) if source else ""
     return None if found == source else "of another set" if found else "of no known set"
 

@@ -1,11 +1,11 @@
-"""Text to token ids, with a SentencePiece model, LLaMA-3's, or a tokenizer of Hugging Face.
+"""Text to token ids, with a SentencePiece model, LLaMA-3's tokenizer, or a Hugging Face tokenizer.
 
-Every document is encoded by itself and followed by the end-of-sequence token; the beginning-of-sequence token comes
-before it if it is asked for. Special tokens that are spelled out in a text stay text: no engine turns them into control
+Every document is encoded by itself and followed by the end-of-sequence token; a beginning-of-sequence token comes
+before it if --bos is given. Special tokens that are spelled out in a text stay text: no engine turns them into control
 ids.
 
-Where a model allows it, SentencePiece is asked only for what is not known yet (data_prep/segment_cache.py). One
-document in a thousand is then encoded by SentencePiece as well, and must come out the same.
+If a model allows it, SentencePiece only encodes segments that were not seen before (data_prep/segment_cache.py). One
+document in a thousand is then also encoded as a whole by SentencePiece, and the results must agree.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,21 +33,22 @@ LONGEST_CHECKED = 1 << 20  # it has more characters: SentencePiece takes about 4
 
 @dataclass(frozen=True)
 class Options:
-    """What determines a shard besides its inputs and the tokenizer. bos: put one before each document."""
+    """Options that determine a shard besides its inputs and the tokenizer. bos: put a beginning-of-sequence token
+    before each document."""
 
     text_key: str = "text"
     shuffle: bool = True
     bos: bool = False
 
     def facts(self) -> dict:
-        """What a sidecar and the name of a unit say of them; the tokenizer's facts have the BOS."""
+        """The options for a sidecar and for the name of a unit; BOS is among the tokenizer's facts."""
         return {"text_key": self.text_key, "shuffle": self.shuffle}
 
 
 class Tokenizer:
     """The model at ``path``; bos: whether documents begin with its beginning-of-sequence token.
 
-    Raises ConfigError if it is none, lacks one of these tokens, or gives a text other ids each time.
+    Raises ConfigError if it is not a tokenizer, lacks one of these tokens, or gives a text different ids each time.
     """
 
     def __init__(self, path: str, bos: bool = False):
@@ -83,7 +84,8 @@ class Tokenizer:
 
     @property
     def identity(self) -> str:
-        """What names a unit of work: the file's hash, the end-of-sequence id where another file tells it, the BOS."""
+        """The tokenizer's part in the name of a unit: the file's hash, the end-of-sequence id if another file sets it,
+        and BOS."""
         digest = self.description["sha256"]
         identity = f"{digest}, {self.eos_id}" if len(self.files) > 1 else digest
         return f"{identity}, after {self.bos_ids[0]}" if len(self.bos_ids) else identity
@@ -118,13 +120,13 @@ class Tokenizer:
 
     @cached_property
     def cache(self) -> SegmentCache | None:
-        """Made when the first text is encoded; None if the model allows none."""
+        """The segment cache, made when the first text is encoded; None if the model allows none."""
         return segment_cache(self.model) if isinstance(self.model, sentencepiece.SentencePieceProcessor) else None
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each document and those at its ends, int32 [tokens], in the order of ``texts``.
 
-        Texts are taken some at a time. Raises ShardError if the segment cache and SentencePiece disagree.
+        Texts are encoded in batches. Raises ShardError if the segment cache and SentencePiece disagree.
         """
         batch, size = [], 0
         for text in texts:

@@ -1,7 +1,7 @@
 """Which files belong to which source: named with ``--source NAME=GLOB``, recognised below ``--recognize DIR`` (by
 data_prep/corpora.py), or read from standard input with ``--source NAME=-``.
 
-A file counts once in a source, whatever names it has there: copies are left out, and ``Source.copies`` says which.
+A file counts once in a source, however many names it has there: copies are left out and listed in ``Source.copies``.
 """
 
 import glob
@@ -61,7 +61,8 @@ class Source:
 
 
 def same_content(piece: Piece, other: Piece) -> bool:
-    """Whether two files of equal size, beginning and end are equal; not if one cannot be read, which will be told."""
+    """Whether two files of equal size, beginning and end are equal; false if one cannot be read, which is reported
+    later."""
     if piece.size <= 2 * SAMPLE:
         return True
     try:
@@ -128,7 +129,8 @@ def named_source(option: str, patterns: Iterable[str]) -> Source:
 
 
 def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | InputError]]:
-    """(path, its piece or why there is none) of each file; several are opened at once, since disks may be far away."""
+    """(path, its piece or the reason why there is none) of each file; several are opened at once, since file systems
+    may be slow."""
 
     def inspect(file):
         try:
@@ -148,9 +150,9 @@ def recognized_sources(
     """Source -> the files of it below ``directories``, sentences for unreadable files, remarks for the user, and the
     files that are no data.
 
-    Files in ``elsewhere`` (real paths) have been named already; of the sources found, those in ``only`` stay, or all.
-    A file that mixes sources is in each of them. A file of no known corpus counts as unreadable; a remark tells of it
-    before the work. Raises ConfigError if all files are of no known corpus.
+    Files in ``elsewhere`` (real paths) have been named already. If ``only`` is given, only these sources stay. A file
+    that mixes sources is in each of them. A file of an unknown corpus counts as unreadable, and a remark says so before
+    the work starts. Raises ConfigError if all files are of no known corpus.
     """
     sources, unreadable, left_out, unknown, found = {}, [], [], [], set()
     for directory in directories:
@@ -249,10 +251,10 @@ def shortened(items: list[str]) -> list[str]:
 
 @contextmanager
 def standard_input(directory: Path) -> Iterator[Piece]:
-    """Standard input, copied to a temporary file in ``directory``, so that it can be divided and told from others.
+    """Standard input, copied to a temporary file in ``directory``, so that it can be divided and identified.
 
-    The file has the oldest time of change: only its content tells whether its shards are complete. Raises InputError,
-    and OSError if there is no room.
+    The file gets the oldest modification time, so that only its content decides whether its shards are complete. Raises
+    InputError, and OSError if there is no room.
     """
     directory.mkdir(exist_ok=True)
     path = directory / f"stdin.tmp-{os.getpid()}"

@@ -1,6 +1,6 @@
-"""The data directory while it is written: one run at a time, what is finished, what is replaced, what is left over.
+"""The data directory while it is written: the lock, and which shards are finished, replaced or left over.
 
-All of it is read from the directory itself, so that a run may be stopped anywhere, and the next one finds its way.
+All of this is read from the directory itself, so that a run may be stopped anywhere and the next one continues.
 ``SOURCE/groups.jsonl`` records which small files form a unit together (data_prep/units.py), a list of names per line.
 """
 
@@ -49,7 +49,7 @@ def check_model_file(path: Path):
 
 
 def check_tokenizer_files(output: Path, tokenizer: Tokenizer):
-    """Raise ConfigError if ``output`` is no data directory yet, but holds files of another tokenizer."""
+    """Raise ConfigError if ``output`` is not a data directory yet but holds files of another tokenizer."""
     if (output / "manifest.json").exists() or any(output.glob("[!.]*/*.json")):
         return
     contents = tokenizer.contents()
@@ -81,8 +81,8 @@ def replaced_shards(
     """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units.
 
     A file of the same content is the same input: it was moved, or is a copy. Raises ConfigError, before any work is
-    done, if such a shard holds other files too, which would be lost with it, and if a shard was made with another
-    tokenizer than ``tokenizer``.
+    done, if such a shard also holds other files, which would be lost with it, or if a shard was made with a different
+    tokenizer.
     """
     planned = {(unit.source, unit.name) for unit in units}
     inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}
@@ -146,14 +146,14 @@ def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]
 
 
 def is_unchanged(path: str, size: int, since: float) -> bool:
-    """Whether a file is there with ``size`` bytes, and has not been written to since."""
+    """Whether a file exists with ``size`` bytes and has not been written to since."""
     return os.path.isfile(path) and os.path.getsize(path) == size and os.path.getmtime(path) <= since
 
 
 def finished_sidecars(output: Path, units: list[Unit]) -> dict[Unit, dict]:
     """The sidecars of the units whose shards are complete and not older than their inputs.
 
-    Raises ConfigError if one was made of another file that cannot be told from the input by what names a unit.
+    Raises ConfigError if one was made of a different file that the name of a unit does not distinguish from the input.
     """
     finished, same = {}, cache(same_content)
     for unit in units:
@@ -203,10 +203,10 @@ def has_shard(output: Path, unit: Unit) -> bool:
 
 
 def sweep(output: Path, sources: Iterable[str], failed: Iterable[Unit] = ()):
-    """Remove what a run that was stopped has left over: temporary files, files of shards without a sidecar, and
-    directories of sources without a file.
+    """Remove what a stopped run left behind: temporary files, files of shards without a sidecar, and empty directories
+    of sources.
 
-    The bad records of units that have ``failed`` stay to be looked at.
+    The bad records of units that have ``failed`` stay for inspection.
     """
     kept = {beside(output / unit.source / unit.name, ".rejects.jsonl") for unit in failed}
     for directory in [output, *(output / source for source in sources)]:

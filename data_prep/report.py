@@ -1,4 +1,4 @@
-"""What a run tells its user: the plan, the progress, the summary, and what a full disk means."""
+"""Messages of tokenization: the plan, the progress, the summary, and the advice for a full disk."""
 
 import io
 import shutil
@@ -24,7 +24,7 @@ JUDGED = 1 << 20  # bytes of a compressed file that tell how much it holds
 
 
 class LeftOut:
-    """Files of which no document is read. A few are named in a line; all of many are listed in the file at ``path``."""
+    """Files that are left out. A few are named in a line; if there are many, all are listed in the file at ``path``."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -32,7 +32,7 @@ class LeftOut:
         path.unlink(missing_ok=True)  # of an earlier command
 
     def say(self, why: str, files: Iterable[str]) -> str:
-        """``why``, and which files."""
+        """Print ``why`` and the names of the files."""
         named = [file.encode(errors="backslashreplace").decode() for file in sorted(files)]
         self.lines += [f"{why}: {file}\n" for file in named]
         if len(named) <= FEW:
@@ -48,7 +48,7 @@ def plan_line(name: str, source: Source, complete: list[bool], left_out: LeftOut
 
 
 def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
-    """Bytes done, per second and in all, and the time left; nothing is shown for fewer than ``least`` bytes in all."""
+    """A progress bar in bytes with speed and time left; nothing is shown for fewer than ``least`` bytes in all."""
     return tqdm(
         desc=title,
         total=num_bytes,
@@ -63,7 +63,7 @@ def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Say every ten seconds, until the block ends, that ``what`` is being done."""
+    """Print every ten seconds, until the block ends, that ``what`` is being done."""
     ended, start = threading.Event(), time.monotonic()
 
     def tell():
@@ -80,7 +80,8 @@ def told(what: str) -> Iterator[None]:
 
 
 def table(head: list[str], rows: list[list], left: tuple[int, ...] = (0,)) -> Iterator[str]:
-    """Lines of aligned columns: those in ``left`` to the left, the others to the right; whole numbers with commas."""
+    """Lines of aligned columns: those in ``left`` are left-aligned, the others right-aligned; whole numbers have
+    commas."""
     shown = [[f"{value:,}" if isinstance(value, int) else value for value in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for row in shown:
@@ -94,7 +95,7 @@ def room(output: str | Path) -> str:
 
 
 def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
-    """How much room the units that are not finished will take, judged by those that are."""
+    """An estimate of the room that unfinished units will need, from the finished ones."""
     missing = sum(content_bytes(piece) for unit in units if unit not in finished for piece in unit.pieces)
     written = sum(sidecar["bin"]["bytes"] + sidecar["idx"]["bytes"] for sidecar in finished.values())
     read = sum(content_bytes(piece) for unit in finished for piece in unit.pieces)
@@ -131,7 +132,7 @@ def print_others(manifest: dict, sources: Iterable[str], units: list[Unit]):
 
 
 def print_summary(sources: Iterable[str], finished: dict[Unit, dict], left_out: LeftOut):
-    """A row for each source, and the files that are sound and hold nothing."""
+    """Print a row for each source, and the files that are intact but empty."""
     full = {piece.origin for unit in finished if finished[unit]["documents"] for piece in unit.pieces if piece.size}
     if empty := {piece.origin for unit in finished for piece in unit.pieces if not piece.source} - full:
         print(left_out.say("contain no document", empty))

@@ -1,15 +1,15 @@
-"""SentencePiece's BPE, to the same ids, several times faster: a segment of text that comes again is not encoded again.
+"""SentencePiece's BPE with the same ids but several times faster: a segment of text that recurs is not encoded again.
 
-BPE joins neighbours that together are a piece. Where two bytes meet that do so in no piece of the vocabulary, nothing
-is ever joined, and a text can be cut there: its tokens are those of its parts, end to end. With a vocabulary such as
-LLaMA's, these places are before the space of a word, between letters and punctuation, around digits and line ends. The
-parts, the segments, are mostly words, and most of them have been met before.
+BPE joins neighbours that together form a piece. If two adjacent bytes are adjacent in no piece of the vocabulary,
+nothing is ever joined across them and the text can be cut there: its tokens are those of its parts, end to end. With a
+vocabulary such as LLaMA's, these places are before the space of a word, between letters and punctuation, around digits
+and line ends. The parts, called segments, are mostly words, and most of them were seen before.
 
 numpy handles all segments of a window of text together. The tokens of a segment of up to 23 bytes are found in a table
-that works like a processor's cache: the bytes tell the slot, where a segment displaces the one that was there before. A
-row of the table has four uint64 words: three of bytes, with the length in the last byte, and one for the span of the
-tokens, ``position << 32 | number`` in the array ``tokens``. A segment that is not in the table is looked up in a
-dictionary; those that are not there either are encoded by SentencePiece, in one call. All three stores are bounded.
+that works like a processor's cache: the bytes determine the slot, where a segment replaces the previous one. A row of
+the table has four uint64 words: three of bytes, with the length in the last byte, and one for the span of the tokens,
+``position << 32 | number`` in the array ``tokens``. A segment that is not in the table is looked up in a dictionary;
+segments that are missing there too are encoded by SentencePiece in one call. All three stores are bounded.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ PROBE = " two  spaces\n\t\r\n line\u2581mark 2024 caf\u00e9 e\u0301 \u6587\U0001
 def joined_bytes(proto: sentencepiece_model_pb2.ModelProto) -> np.ndarray | None:
     """Which byte may be joined to which next one, bool [256, 256]; or None if texts must stay whole for this model.
 
-    They must unless the model is BPE and takes the characters as they are: a normalizer looks at several at once.
+    They must unless the model is BPE without a normalizer, because a normalizer looks at several characters at once.
     """
     trainer, normalizer, kind = proto.trainer_spec, proto.normalizer_spec, proto.SentencePiece
     pieces = [piece.piece for piece in proto.pieces if piece.type in (kind.NORMAL, kind.USER_DEFINED)]

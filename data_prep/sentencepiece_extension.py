@@ -1,14 +1,14 @@
-"""A vocabulary made larger for another kind of text, such as Chinese for LLaMA. Old ids stay, and no token is split.
+"""Extends a vocabulary for another kind of text, such as Chinese for LLaMA. Old ids stay, and no token is split.
 
     python data_prep/tokenize.py extend --tokenizer OLD --vocab-size N --input GLOB [--old-input GLOB] --output NEW
     python data_prep/tokenize.py extend --tokenizer OLD --add-pieces FILE [--old-input GLOB] --output NEW
 
-OLD is a SentencePiece BPE model, or LLaMA-3's tiktoken file (data_prep/tiktoken_extension.py). The new tokens are what
-further BPE training joins in the new text (data_prep/bpe_continuation.py), after the frequent ones of its characters
-that are no tokens yet; characters and neighbours that are as frequent in text of the old kind are left alone. Or they
-are listed in FILE, a line each, and the beginnings are added that they are joined from. The command prints the tokens
-before and after, in lines of both kinds of text, and how many of these lines change. They are not used, but for other
-copies of lines that a mix repeats.
+OLD is a SentencePiece BPE model, or LLaMA-3's tiktoken file (data_prep/tiktoken_extension.py). The first new tokens are
+frequent characters of the new text that are not tokens yet. The others are what further BPE training joins in that text
+(data_prep/bpe_continuation.py). Characters and neighbours that are as frequent in text of the old kind are left out.
+Alternatively FILE lists the new tokens, one per line, and the beginnings from which they are joined are added. The
+command prints how many tokens lines of both kinds of text have before and after, and how many of these lines change.
+Training does not use these lines, except for copies of lines that a mix repeats.
 """
 
 import os

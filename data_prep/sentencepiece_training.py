@@ -1,4 +1,4 @@
-"""Training of a SentencePiece model in the manner of LLaMA's: BPE, byte fallback, single digits, no normalisation.
+"""Trains a SentencePiece model with LLaMA's options: BPE, byte fallback, single digits, no normalisation.
 
     python data_prep/tokenize.py train --input GLOB [GLOB ...] --vocab-size 65536 --output M.model
     python data_prep/tokenize.py train --source NAME=GLOB ... --data-mix NAME=WEIGHT ... --output M.model

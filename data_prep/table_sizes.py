@@ -1,8 +1,8 @@
-"""How much of a table is unpacked at once: a page of parquet, a compressed record batch of Arrow.
+"""Unpacked sizes of table parts: of a parquet page, or a compressed Arrow record batch.
 
-pyarrow unpacks either as a whole, however many documents it holds, and says nothing of its size before. So the sizes
-are read from where they stand: from the header in front of every page (a struct in Thrift's compact protocol), and from
-the first eight bytes of every buffer in a batch (whose places are in a FlatBuffer).
+pyarrow unpacks either as a whole, however many documents it holds, and does not report its size before. The sizes are
+therefore read from the file itself: from the header in front of every page (a struct in Thrift's compact protocol), and
+from the first eight bytes of every buffer in a batch (whose places are in a FlatBuffer).
 """
 
 from collections.abc import Iterator

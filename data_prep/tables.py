@@ -1,8 +1,9 @@
-"""The rows of parquet and Arrow files, some at a time, so that memory follows the longest document and not the file.
+"""The rows of parquet and Arrow files, a few at a time, so that memory depends on the longest document and not on the
+file.
 
 pyarrow unpacks a page of parquet, or a compressed record batch of Arrow, as a whole. One that holds more than the
-longest document is refused by the name of its file (data_prep/table_sizes.py). Inside of a page a value may be repeated
-by a number, so few rows are taken from it at once, whatever their sizes are said to be.
+longest allowed document is refused with the name of its file (data_prep/table_sizes.py). A page may store a value once
+with a repeat count, so only a few rows are taken from it at once, whatever their declared sizes.
 """
 
 import os
@@ -31,7 +32,8 @@ def row_group_bytes(piece, text_key: str) -> list[int]:
 
 
 def require_column(piece, text_key: str, schema: pyarrow.Schema):
-    """Raise InputError unless there is such a column of single values: a list may have no bytes and no end."""
+    """Raise InputError unless there is such a column of single values; a list can be endless without taking any
+    bytes."""
     if text_key not in schema.names:
         raise InputError(f"{piece.path}: has no column {text_key!r}, only {', '.join(schema.names)}; give --text-key")
     kind = schema.field(text_key).type

@@ -1,4 +1,4 @@
-"""LLaMA-3's vocabulary made larger: tokens joined from its tokens, with ids after its special tokens.
+"""Extends LLaMA-3's vocabulary with tokens that are joined from its tokens and have ids after its special tokens.
 
 The new tokens lie within the words that LLaMA-3's regular expression cuts a text into, and have higher ranks than all
 others, so that tiktoken joins the old tokens first. In the file they follow the old lines, which stay as they are.

@@ -1,4 +1,4 @@
-"""Tokenization of all sources: which units there are, making the shards that are missing, and what is said of them."""
+"""Tokenization of all sources: it plans the units, makes the missing shards, and reports on them."""
 
 import os
 import sys
@@ -101,8 +101,8 @@ def fill(
 
 
 def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]], list[str]]:
-    """Name -> files of each source; the name of that of standard input; name -> sentences for what cannot be read;
-    files that are no data.
+    """Name -> files of each source; the name of standard input's source; name -> sentences for unreadable files; files
+    that are not data.
 
     The empty name has the sentences that belong to no source. Raises ConfigError.
     """

@@ -6,8 +6,8 @@
 
 The inputs (inputs.py, recognised by corpora.py) are cut into units (units.py). Each becomes a shard (writing.py, from
 documents.py and encoding.py) of the data directory DIR (output.py; its layout: moh_lm/data/shards.py) in one of several
-processes (workers.py). A restart keeps the shards that are complete; a shard that an earlier run made of the same input
-with other content or options is replaced. Exit codes: 0 complete, 1 an input failed, 2 wrong usage.
+processes (workers.py). A restart keeps complete shards. A shard that an earlier run made from the same input with
+different content or options is replaced. Exit codes: 0 complete, 1 an input failed, 2 wrong usage.
 """
 
 import os

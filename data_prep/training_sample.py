@@ -1,9 +1,9 @@
-"""The text that a vocabulary is trained on: a sample of all files, and of the sources by their weights in the mix.
+"""The text on which a vocabulary is trained: a sample of all files, with sources weighted as in the mix.
 
 Every unit of a source (data_prep/units.py) gives its first documents, in proportion to its size, so that the sample
-spreads over all files and over the length of large ones. Where a source has less text than its share of the sample,
-the sample is as large as the text that was found, and the shares hold all the same: lines of the source are repeated,
-those of others left out, evenly. The same inputs and options give the same sample.
+spreads over all files and over the length of large ones. If a source has less text than its share of the sample, the
+sample is as large as the text that was found and keeps the shares: lines of that source are repeated, and lines of
+others are left out, evenly. The same inputs and options give the same sample.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def good_texts(piece: Piece, text_key: str, bad: dict[str, Counter]) -> Iterator
 
 
 def sentences(text: str, cuts: Counter[str]) -> Iterator[bytes]:
-    """The lines of a text that SentencePiece can train on, cut where it has RESERVED characters; they are counted.
+    """The lines of a text on which SentencePiece can train, cut at RESERVED characters, which are counted.
 
     Long lines are cut at spaces.
     """

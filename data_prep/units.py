@@ -1,12 +1,13 @@
 """Units of work: how the inputs of a source are divided into shards.
 
 A unit is one input file, a byte range of a large plain JSON-lines file, a range of parquet row groups, or, where a
-source has more than ``MANY`` small files, a group of them; of small texts, a document each, ``MANY_TEXTS`` are many. It
+source has more than ``MANY`` small files, a group of them (``MANY_TEXTS`` for files that are one document each). It
 becomes one shard of the same name, whatever the number of workers. The name holds a hash of all that determines the
-shard's bytes, so a shard that exists under the name of a unit is that unit, finished.
+shard's bytes, so an existing shard with the name of a unit is the finished unit.
 
-Files that come later change no group: the groups of a source are recorded before the work begins (data_prep/output.py).
-What is left of a group stays together. Nor does a small file join a group if it has a shard of its own already.
+Files that are added later do not change groups, because the groups of a source are recorded before the work begins
+(data_prep/output.py). If files of a group are removed, the others stay together. A small file that already has a shard
+of its own joins no group.
 """
 
 import json
@@ -67,10 +68,10 @@ def divide(
 ) -> list[Unit]:
     """The units of a source, in order; a file that cannot be divided is added to ``source.unreadable``.
 
-    ``unit_size``: bytes of input that a unit aims at. ``identity``: JSON-able; what else determines the bytes of the
-    shards. ``groups``: names of the small files that earlier runs have put together; ``finished``: whether a unit has a
-    shard of an earlier run; ``many_texts``: up to so many are not put together. Raises ConfigError for inputs that
-    cannot be told apart.
+    ``unit_size``: target size of a unit in bytes of input. ``identity``: JSON-able; whatever else determines the bytes
+    of the shards. ``groups``: names of the small files that earlier runs grouped; ``finished``: a function that says
+    whether a unit has a shard of an earlier run; ``many_texts``: up to this many are not grouped. Raises ConfigError
+    for inputs that cannot be distinguished.
     """
     parts, small = [], []
     for piece in source.pieces:

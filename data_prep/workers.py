@@ -1,8 +1,8 @@
 """Worker processes: each takes a unit, writes its shard, reports, takes the next.
 
-Every worker has a pipe of its own to the parent. A unit that fails is reported and the worker continues; a worker that
-dies closes its pipe, which fails its unit only, and another worker takes its place. If the parent dies, however it
-dies, the workers die with it.
+Every worker has a pipe of its own to the parent. A unit that fails is reported, and the worker continues. A worker that
+dies closes its pipe: only its unit fails, and another worker takes its place. If the parent dies, however it dies, the
+workers die with it.
 """
 
 import errno

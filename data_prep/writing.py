@@ -1,4 +1,4 @@
-"""From a unit of work to its shard: read, encode, shuffle, write, and account for what had to be dropped.
+"""From a unit of work to its shard: read, encode, shuffle, write, and count what was dropped.
 
     UNIT.bin, UNIT.idx, UNIT.json    the shard (moh_lm/data/shards.py); the sidecar counts what was dropped by reason
     UNIT.rejects.jsonl               the first bad records, if any: {"file", "offset", "reason", "excerpt"}

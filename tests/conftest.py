@@ -78,7 +78,7 @@ def pytest_configure():
         file, _, test = entry.partition("::")
         path = Path(__file__).parent / file
         if not path.is_file() or f"def {test.partition('[')[0]}" not in path.read_text(encoding="utf-8"):
-            raise pytest.UsageError(f"{__file__}: LONGEST or QUICK has {entry}, which is no test any more; mend it")
+            raise pytest.UsageError(f"{__file__}: LONGEST or QUICK has {entry}, which is no test any more; fix it")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,10 +1,10 @@
-"""A decay branch of a stable run: the model at a smaller budget, without training again what comes before its decay.
+"""A decay branch of a stable run: the model of a smaller budget, without repeating the training before its decay.
 
     python tools/branch.py RUN --at STEP --decay-iters N --output BRANCH
 
-copies a verified checkpoint of a run with --schedule wsd into a new run directory, and prints the flags that let the
-run's own command continue there with N iterations of decay (docs/training.md). Add --decay-mix to use other data during
-the decay.
+The command copies a verified checkpoint of a run with --schedule wsd into a new run directory. It prints the flags with
+which the run's own command continues there with N iterations of decay (docs/training.md). Add --decay-mix to use other
+data during the decay.
 
 Exit codes: 0; 2 an argument or the checkpoint must be fixed.
 """

@@ -5,8 +5,8 @@
 docs/checkpoints.md has an example of each. Where a step is expected, a run directory stands for its newest step. Every
 command but `list` and `show --quick` reads every byte of a checkpoint and compares its hashes first.
 
-Exit codes: 0 done, or sound, or equal; 1 `verify` found damage, or `diff` a difference; 2 an argument or a checkpoint
-must be fixed, or a file could not be written, and nothing was.
+Exit codes: 0 done, intact or equal; 1 `verify` found damage, or `diff` a difference; 2 an argument or a checkpoint must
+be fixed, or a file could not be written, and then nothing was written.
 """
 
 import contextlib

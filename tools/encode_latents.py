@@ -1,11 +1,11 @@
-"""Latents of images for MoH-DiT: each image and its mirror image through the encoder of an autoencoder, once.
+"""Computes latents for MoH-DiT: an autoencoder encodes each image and its mirror image once.
 
     python tools/encode_latents.py --images DIR_OR_TAR --vae DIR --image-size 256 --output LATENTS
 
-LATENTS is then a --data-dir of `python -m moh_lm.vision dit` (moh_lm/vision/latents.py has its form). The autoencoder
+LATENTS is then a --data-dir for `python -m moh_lm.vision dit` (moh_lm/vision/latents.py describes it). The autoencoder
 is an AutoencoderKL in diffusers' form, such as stabilityai/sd-vae-ft-ema. A GPU is used if there is one. Threads read
-images some batches ahead of the encoder. After a stop the same command resumes: latents.partial says how many images
-are on the disk and how they were made. Other images, settings or another autoencoder are refused.
+images a few batches ahead of the encoder. After a stop the same command resumes: latents.partial says how many images
+are done and how they were made. Different images, settings or autoencoders are refused.
 
 Exit codes: 0; 1 an image or file cannot be read or written; 2 an argument must be fixed; 130 after Ctrl-C.
 """
@@ -143,8 +143,8 @@ def directory_hash(path):
 
 
 def images_done(output, facts):
-    """How many images an earlier start has encoded; None: all, and they are complete. Raises ConfigError if it was of
-    something else, or if somebody else's files are in the way."""
+    """How many images an earlier start has encoded; None if all are complete. Raises ConfigError if that start had
+    different inputs or settings, or if other files are in the way."""
     import numpy as np
 
     from moh_lm.vision.latents import CHECKSUMS, FACTS, LABELS, LATENTS, PARTIAL, Latents
@@ -174,8 +174,8 @@ def images_done(output, facts):
 
 
 def open_latents(output, facts, vae, done):
-    """The file of latents, mapped into memory; made if no start has counted images in it. Raises OSError if it does not
-    fit on the disk, which later would end this process by a signal."""
+    """The file of latents, mapped into memory; created unless an earlier start has written images to it. Raises OSError
+    if it does not fit on the disk, because a full disk would later kill this process by a signal."""
     import numpy as np
 
     from moh_lm.vision.latents import LATENTS, PARTIAL

@@ -1,13 +1,13 @@
-"""The tasks of the paper's tables for one or more models, by lm-evaluation-harness.
+"""Scores one or more models on the tasks of the paper's tables, with lm-evaluation-harness.
 
     python tools/evaluate.py --model DIR --suite {llm6,llama14,llama14e} [--data DIR] [--tasks ...] [--limit N]
                              [--output FILE]
     python tools/evaluate.py --model DIR --suite llm6 --compare OTHER_DIR_OR_FILE.json ...
 
-DIR is an export of tools/export_hf.py, or any causal model that transformers loads. An export is computed by the code
-of this installation. No Python file in DIR is run unless --trust-code is given. Each model is loaded in a process of
-its own. FILE (JSON) holds the table, all metrics of the harness, and the versions. docs/huggingface.md says what
-compares with the paper.
+DIR is an export of tools/export_hf.py, or any causal model that transformers loads. An export runs with the code of
+this installation. No Python file in DIR is run unless --trust-code is given. Each model is loaded in a process of its
+own. FILE (JSON) holds the table, all metrics of the harness, and the versions. docs/huggingface.md says which scores
+can be compared with the paper's.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
 has to be fixed.
@@ -97,7 +97,8 @@ def is_model(path):
 
 
 def model_problems(flag, path, arguments):
-    """Sentences if ``path`` is no model that can be evaluated. Raises ConfigError for a run, or no configuration."""
+    """Sentences if ``path`` is not a model that can be evaluated. Raises ConfigError for a run, or without a
+    configuration."""
     from tools.hf.convert.import_config import read_config, refuse_run
     from tools.hf.convert.shipped_code import foreign_code
 
@@ -195,7 +196,7 @@ def is_export(model):
 
 
 def table_row(entry, harness):
-    """One number of the table, in percent. harness: {task or group: what the harness gives for it}."""
+    """One number of the table, in percent. harness: {task or group: the harness's results for it}."""
     name, _, extraction = entry.metric.partition(",")
     values = {task: 100 * harness[task][entry.metric] for task in entry.tasks}
     errors = [harness[task].get(f"{name}_stderr,{extraction}") for task in entry.tasks]
@@ -212,7 +213,7 @@ def table_row(entry, harness):
 
 
 def result_in(path, arguments):
-    """The result in a file of --output. Raises ConfigError if it is not of the tasks and questions asked for."""
+    """The result in a file of --output. Raises ConfigError if it belongs to other tasks or questions."""
     try:
         result = parse_json(path.read_text(encoding="utf-8"))
         found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]

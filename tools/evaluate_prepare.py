@@ -1,10 +1,10 @@
-"""Benchmark questions for the evaluation of a run that trains: ``python -m moh_lm.pretrain --eval-tasks FILE``.
+"""Writes benchmark questions for evaluations during training: ``python -m moh_lm.pretrain --eval-tasks FILE``.
 
     python tools/evaluate_prepare.py --suite llm6 --tokenizer tokenizer.model --output FILE [--data DIR] [--limit N]
 
-The questions, prompts and choices are those that tools/evaluate.py puts to an export, and the ids are those of its
-tokenizer. The format is described in moh_lm/monitor/tasks.py. Tasks without choices, which generate text or ask whether
-a text would be generated (GSM8K, NQ, LAMBADA), are left out with a note.
+Questions, prompts and choices are those that tools/evaluate.py uses for an export, as ids of the export's tokenizer.
+The format is described in moh_lm/monitor/tasks.py. Tasks without choices, which generate text or ask whether a text
+would be generated (GSM8K, NQ, LAMBADA), are left out with a note.
 """
 
 import json
@@ -106,7 +106,7 @@ def questions(task, entry, encode, limit):
 
 
 def gold(task, doc):
-    """The number of the right choice, or 0 and 1 for each where several are."""
+    """The number of the right choice, or a 0 or 1 for each choice if several can be right."""
     if task.config.task == "truthfulqa_mc2":
         return doc["mc2_targets"]["labels"]
     answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)

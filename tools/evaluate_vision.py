@@ -1,4 +1,4 @@
-"""How good an image model is: the accuracy of a classifier, or how near drawn images are to real ones.
+"""Evaluates an image model: the accuracy of a classifier, or how close generated images are to real ones.
 
     python tools/evaluate_vision.py RUN_OR_STEP --images DIR_OR_TAR
     python tools/evaluate_vision.py --samples A.npz --reference B.npz --inception FILE
@@ -8,7 +8,7 @@ order of their names.
 
 The second compares two sets of images, each an .npz (arr_0, uint8 [n, H, W, 3]) or a directory of PNGs: FID, KID,
 Inception Score of the samples, precision and recall of Inception's features as in ADM's evaluator, by torch-fidelity.
-It has no sFID. Numbers depend on n; published ones are of 50,000 samples.
+sFID is not computed. Numbers depend on n; published ones use 50,000 samples.
 
 Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an image must be fixed.
 """
@@ -101,9 +101,8 @@ def evaluate(arguments, device):
 
 
 def classify(model, batches):
-    """Shares of images whose class is the first, or among the first ``TOP``, and their mean loss; labels -1 are none.
-
-    batches: of ``ImageBatch``.
+    """Shares of images whose class is the first, or among the first ``TOP``, and their mean loss; images with label -1
+    do not count. batches: an iterable of ``ImageBatch``.
     """
     import torch
     import torch.nn.functional as F

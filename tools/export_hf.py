@@ -1,10 +1,10 @@
-"""A checkpoint -> a directory that transformers loads, with the logits of the trainer's model.
+"""Exports a checkpoint as a directory that transformers loads, with the same logits as the trainer's model.
 
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16] [--as qwen3_5 | laguna]
                               [--license apache-2.0] [--base-model OWNER/NAME] [--push-to-hub OWNER/NAME]
 
-docs/huggingface.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
-by one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
+docs/huggingface.md lists the files. The trainer already uses Hugging Face's parameter names. Parameters are read one by
+one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was, or it is
 in DIR but could not be published; 2 an argument or the checkpoint has to be fixed.

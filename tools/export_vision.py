@@ -1,4 +1,4 @@
-"""A checkpoint of an image model -> a directory that transformers loads, of a classifier, or diffusers, of a DiT.
+"""Exports a checkpoint of an image model: a classifier for transformers, a DiT for diffusers.
 
     python tools/export_vision.py RUN_OR_STEP --output DIR [--weights ema]
     python tools/export_vision.py RUN_OR_STEP --output DIR --vae VAE_DIR        a DiT of latents, with its decoder
@@ -6,8 +6,8 @@
     AutoModelForImageClassification.from_pretrained(DIR, trust_remote_code=True)
     DiffusionPipeline.from_pretrained(DIR, trust_remote_code=True)
 
-The code of the model is in DIR and needs torch, and transformers or diffusers, alone. Everything is written beside DIR,
-read again and compared with the checkpoint's model, and then renamed to DIR.
+DIR contains the code of the model, which only needs torch, and transformers or diffusers. Everything is written beside
+DIR, read again and compared with the checkpoint's model, and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and nothing is there; 2 an argument
 or the checkpoint must be fixed.
@@ -106,7 +106,7 @@ def check_vae(path, is_classifier, config):
 
 
 def copy_vae(vae, directory):
-    """Copy configuration and weights, and nothing else that is there: no code, and nothing that names some."""
+    """Copy configuration and weights only: no code, and no reference to code."""
     directory.mkdir()
     values = read_json(vae / "config.json")
     write_json(directory / "config.json", {key: value for key, value in values.items() if key != "auto_map"})
@@ -129,7 +129,7 @@ def without_defaults(path, described):
 
 
 def write_classifier(config, model, names, directory):
-    """Write the files of transformers; returns how far the logits of what was read again are off."""
+    """Write the files for transformers; returns the largest error of the logits after reading them again."""
     import torch
 
     from moh_lm.vision.augment import DEVIATION, MEAN
@@ -157,7 +157,7 @@ def write_classifier(config, model, names, directory):
 
 
 def write_pipeline(config, model, vae, directory):
-    """Write the files of diffusers; returns how far the noise of what was read again is off."""
+    """Write the files for diffusers; returns the largest error of the noise after reading them again."""
     import torch
     from diffusers import DDPMScheduler
 
@@ -192,7 +192,7 @@ def write_pipeline(config, model, vae, directory):
 
 
 def compare(expected, found):
-    """The largest difference, of numbers computed in float64. Raises ExportError if it is above ``TOLERANCE``."""
+    """The largest difference between numbers computed in float64. Raises ExportError if it is above ``TOLERANCE``."""
     from tools.hf.convert.export_files import ExportError
 
     difference, allowed = (expected - found).abs().max().item(), TOLERANCE * max(1, expected.abs().max().item())

@@ -1,4 +1,4 @@
-"""Text from a model: of a checkpoint or an export, streamed as it comes, or for several prompts at once.
+"""Generates text with a checkpoint or an export, streamed for one prompt, or for several prompts at once.
 
     python tools/generate.py --model RUN_OR_STEP_OR_EXPORT_DIR --prompt "Once upon a time" [--max-new-tokens 100]
     python tools/generate.py --model DIR --prompt A --prompt B ... --temperature 0.8 --top-p 0.95 --seed 1

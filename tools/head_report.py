@@ -1,11 +1,11 @@
-"""What each head of a trained model is for: a page with maps of loads, specialised heads and their text, attention.
+"""Shows what each head of a trained model does: a page with load maps, specialised heads and their text, and attention.
 
     python tools/head_report.py --model RUN_OR_STEP_OR_EXPORT_DIR --data NAME='FILES' --data NAME=DIR ... --output DIR
     python tools/head_report.py --model runs/llm-b --data data/llm --output heads
     python tools/head_report.py --model runs/llm-b --suite llm6 --output heads
 
-tools/heads/text.py says what --data accepts, docs/monitoring.md what is measured. DIR gets index.html, one file that
-needs no other, its pictures as PNG, and heads.json with all numbers.
+tools/heads/text.py says what --data accepts, and docs/monitoring.md what is measured. DIR receives index.html, which is
+self-contained, its pictures as PNG, and heads.json with all numbers.
 
 Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument must be fixed.
 """

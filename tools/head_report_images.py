@@ -1,12 +1,12 @@
-"""Which heads of an image model are chosen for what: loads by class and layer, and of a MoH-DiT by time step.
+"""Shows for which images the heads of an image model are chosen: loads by class and layer, and for a MoH-DiT by time
+step.
 
     python tools/head_report_images.py RUN_OR_STEP --images DIR --output heads
     python tools/head_report_images.py RUN_OR_STEP --images DIR --classes 1 7 3 --number 500 --weights master
 
-DIR holds held-out images, or for a MoH-DiT latents, like --validation-dir of the training. --output receives
-heads.json, with all numbers, and heads.png. A table shows for each layer how many routed heads there are, the entropy
-of their load, the least and the most used head, and by how much classes differ; tools/heads/image_report.py has the
-formulas.
+DIR holds held-out images, or latents for a MoH-DiT, like --validation-dir in training. --output receives heads.json,
+with all numbers, and heads.png. A table shows for each layer how many routed heads there are, the entropy of their
+load, the least and the most used head, and by how much classes differ; tools/heads/image_report.py has the formulas.
 
 Exit codes: 0; 1 an image is damaged, or a file cannot be written; 2 an argument must be fixed.
 """

@@ -1,10 +1,11 @@
-"""A released MoH-ViT, MoH-DiT, TransNeXt or DiT -> step 0 of a run, which is trained, sampled, evaluated and exported.
+"""Imports a released MoH-ViT, MoH-DiT, TransNeXt or DiT as step 0 of a run, to be trained, sampled, evaluated or
+exported.
 
     python tools/import_vision.py moh_vit_s_80.pth --kind vit --preset S-80 --output RUN
     python tools/import_vision.py moh_dit_xl_90.pt --kind dit --preset XL-90 --weights ema --output RUN
 
-FILE is the authors' (.pth, .pt) or a .safetensors with the same names. Code in a file is never run. The numbers of
-classes and channels are the file's, and of a DiT the sizes of patches and of what is generated.
+FILE is the authors' file (.pth, .pt) or a .safetensors with the same names. Code in a file is never run. The file
+determines the numbers of classes and channels, and for a DiT the sizes of patches and of generated images.
 
 Exit codes: 0 step 0 is in RUN; 2 an argument or the file must be fixed, or a file could not be written; then nothing
 is there under the final name.

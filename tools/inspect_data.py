@@ -1,11 +1,11 @@
-"""What is in a directory of token shards: counts, lengths of documents, planned epochs, text, damage.
+"""Shows what a directory of token shards holds: counts, lengths of documents, planned epochs, text, damage.
 
     python tools/inspect_data.py DIR [--sample N ... | --document SOURCE:N ... | --verify] [flags of moh_lm.pretrain]
 
 docs/data.md has a command for each. Flags of moh_lm.pretrain mean the same as there: samples are numbered as a run with
 these flags would read them.
 
-Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument must be fixed.
+Exit codes: 0; 1 something is damaged or missing and was named; 2 an argument must be fixed.
 """
 
 import json
@@ -32,7 +32,7 @@ def main(texts):
 
 
 def parse_arguments(texts):
-    """What is asked for; ``config`` and ``values`` are of the flags of moh_lm.pretrain. Raises ConfigError."""
+    """The arguments; ``config`` and ``values`` come from the flags of moh_lm.pretrain. Raises ConfigError."""
     parser = Parser(prog="python tools/inspect_data.py", description=__doc__.splitlines()[0], usage=USAGE)
     add = parser.add_argument
     add("directory", metavar="DIR", help="data directory, or directory or PREFIX of foreign shards")
@@ -75,7 +75,7 @@ def run(arguments):
 
 
 def inspect(arguments, config):
-    """(what was asked for, by kind; sentences for what is damaged). Raises ConfigError and ShardError."""
+    """(results by kind, sentences for damage). Raises ConfigError and ShardError."""
     from tools.shards import samples
     from tools.shards.directory import open_directory, summarize, verify
 

@@ -1,4 +1,4 @@
-"""Which layout to train with: for a model and a number of GPUs, the layouts that fit, fastest first.
+"""Finds a layout to train with: for a model and a number of GPUs, the layouts that fit, fastest first.
 
     python tools/plan.py --gpus 64 [--gpu-memory 80 --gpu-tflops 989 ...] [flags of moh_lm.pretrain] [--json]
 
@@ -47,7 +47,7 @@ def main(texts):
 
 
 def parse_arguments(texts):
-    """Settings of the machine; ``config`` is of the flags of moh_lm.pretrain. Raises ConfigError."""
+    """Settings of the machine; ``config`` comes from the flags of moh_lm.pretrain. Raises ConfigError."""
     parser = Parser(prog="python tools/plan.py", description=__doc__.splitlines()[0], usage="%(prog)s [flags]")
     machine = parser.add_argument_group("machine: what the layouts are planned for").add_argument
     machine("--gpus", type=at_least(1), metavar="N", required=True, help="number of GPUs")
@@ -114,7 +114,7 @@ def legal_variants(config, machine):
 
 
 def with_degrees(config, degrees, given):
-    """``config`` with such degrees, and with the heads that --head-budget spreads so that its ranks can share them.
+    """``config`` with these degrees, and with heads from --head-budget that its ranks can split evenly.
 
     given: {field: value} of the flags.
     """
@@ -124,7 +124,7 @@ def with_degrees(config, degrees, given):
 
 
 def make_plan(config, machine):
-    """The figures of one layout."""
+    """The estimates for one layout."""
     from moh_lm.cost.flops import flops_per_token
     from moh_lm.cost.memory import memory_estimate
     from moh_lm.cost.time import step_seconds

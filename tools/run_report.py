@@ -1,8 +1,9 @@
-"""A page on a run: loss by source, events, speed, head load, configuration. Several runs are compared on one page.
+"""Writes the report of a run: loss by source, events, speed, head load, configuration. Several runs are compared on one
+page.
 
     python tools/run_report.py RUN [RUN ...] [--output FILE.html] [--png]
 
-RUN is a run directory; the run may still be training. The page is one file that needs no other. Without --output it is
+RUN is a run directory; the run may still be training. The page is one self-contained file. Without --output it is
 RUN/report.html, or report.html in the current directory for several runs. --png writes every picture beside it.
 
 Exit codes: 0; 2 an argument must be fixed, or the page cannot be written.

@@ -1,4 +1,4 @@
-"""Images that a diffusion model draws: a checkpoint of MoH-DiT or DiT, some classes, a picture of them all.
+"""Generates images of some classes with a checkpoint of MoH-DiT or DiT, and a picture of all of them.
 
     python tools/sample_images.py RUN_OR_STEP --output grid.png [--classes 1 7 3] [--number 16] [--steps 250]
     python tools/sample_images.py RUN_OR_STEP --vae DIR --output grid.png    latents, by an AutoencoderKL of diffusers

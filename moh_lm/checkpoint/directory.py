@@ -1,10 +1,10 @@
 """The directory of a run's checkpoints: which steps are in it, which may go, and the pointer to the newest.
 
-A run saves its first step after an iteration. Step 0 was put there by tools/import_hf.py or tools/import_vision.py: the
-model that the run begins with, which it reads and never removes.
+A run saves its first step after an iteration. Step 0 comes from tools/import_hf.py or tools/import_vision.py: it is the
+model with which the run begins, and the run never removes it.
 
-A step directory is complete or has another name: it gets the name ``step-N`` by a rename when it is complete, and
-loses it by a rename before it is removed.
+A directory named ``step-N`` is always complete: it gets this name by a rename when it is complete, and loses it by a
+rename before it is removed.
 """
 
 import os
@@ -22,14 +22,14 @@ LEFTOVER = re.compile(rf"{STEP_NAME.pattern}(\.old)?\.tmp")
 
 
 def step_number(path):
-    """N of the step directory step-N."""
+    """The number N of the step directory step-N."""
     return int(STEP_NAME.fullmatch(path.name)[1])
 
 
 def list_steps(directory):
     """The step directories in the order in which a run would resume from them: the newest first.
 
-    A directory that is not there holds none. Raises OSError if it cannot be read.
+    A missing directory holds none. Raises OSError if it cannot be read.
     """
     try:
         with os.scandir(directory) as entries:
@@ -42,7 +42,7 @@ def list_steps(directory):
 def newest_model(run, config_type=Config):
     """(step directory, model of its configuration) of the newest step of the run directory ``run``.
 
-    (None, None) without a sound one. Only config.json is compared with the manifest. Raises ConfigError if the
+    It is (None, None) if no step is intact. Only config.json is compared with the manifest. Raises ConfigError if the
     directory of the steps cannot be read.
     """
     try:
@@ -77,7 +77,7 @@ def discard(step):
 def remove_entry(path):
     """Remove a directory with all that is in it, a file, or a link but not what it points to.
 
-    What cannot be removed is named on standard error: it is in nobody's way but the disk's.
+    What cannot be removed is only named on standard error, since it does no harm except to take up space.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -89,7 +89,7 @@ def remove_entry(path):
 
 
 def remove_leftovers(directory):
-    """Remove what a save or a removal that a crash cut short has left. Rank 0 only."""
+    """Remove what a crash left behind during a save or a removal. Rank 0 only."""
     for leftover in Path(directory).glob("step-*.tmp"):
         if LEFTOVER.fullmatch(leftover.name):
             remove_entry(leftover)

@@ -1,7 +1,7 @@
 """The file that each rank adds to a checkpoint, and reading whole parameters, or any part of one, out of all of them.
 
 ``rank-N.safetensors`` holds what one rank's optimizer owned: for a range of each flattened local parameter the fp32
-master weight and both moments, under ``KIND/NAME``. Image models may have the moving average of the weights too. The
+master weight and both moments, under ``KIND/NAME``. Image models may also have a moving average of the weights. The
 counts of a router's bias are int32. The metadata key ``fragments`` is JSON, NAME -> address:
 
     whole_shape    of the parameter
@@ -11,7 +11,7 @@ counts of a router's bias are int32. The metadata key ``fragments`` is JSON, NAM
 The metadata key ``zero``, a JSON list, names what is zero and left out: kinds (an imported model has no moments yet),
 or ``KIND/NAME`` (Muon has no second moment, a frozen weight none).
 
-A reader may be cut in any other way: it asks for a range of its own shard and gets it from whichever files hold it.
+A reader may use any other layout: it asks for a range of its own shard and gets it from whichever files hold it.
 """
 
 import json
@@ -39,9 +39,9 @@ class Fragment(NamedTuple):
     """A range of one parameter that this rank's optimizer owns.
 
     start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg" and
-    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", a frozen weight only the
-    master. "ema": the moving average of the master, where there is one. is_copy: another rank has the same and speaks
-    for it.
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", and a frozen weight has
+    only the master. "ema": the moving average of the master, where there is one. is_copy: another rank holds the same
+    values and writes them.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Piece(NamedTuple):
 class FragmentReader:
     """Reads parameters out of the rank files of a step directory.
 
-    Raises ValueError, with the path, if one is none, and OSError if one cannot be read.
+    Raises ValueError with the path if a file is not a rank file, and OSError if it cannot be read.
     """
 
     def __init__(self, step):
@@ -135,7 +135,7 @@ class FragmentReader:
                 raise ValueError(f"{path}: not a rank file of a checkpoint ({error})") from error
 
     def require(self, name, shape):
-        """Raise ValueError if the parameter ``name`` is there with another shape than the model's."""
+        """Raise ValueError if the files hold the parameter ``name`` with another shape than the model's."""
         found = self.shapes.get(name, shape)
         if found != tuple(shape):
             raise ValueError(f"{name} has shape {list(found)} in the files and {list(shape)} in the model")
@@ -230,7 +230,7 @@ def read_partition(values):
 
 
 def step_config(step):
-    """The ``Config`` of a step directory, its model as it is after so many iterations: dense in a dense warm-up."""
+    """The ``Config`` of a step directory, with the model as it is at that step: dense during a dense warm-up."""
     config = Config.load(Path(step) / "config.json")
     if config.model.after(0) == config.model:
         return config
@@ -251,7 +251,7 @@ def full_parameters(step):
 def load_fragments(step, fragments, progress=lambda: None):
     """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them.
 
-    Returns whether the files hold a moving average; where they hold none, it begins with the masters.
+    Returns whether the files hold a moving average; if they do not, the average starts from the masters.
     """
     reader = FragmentReader(step)
     for fragment in fragments:

@@ -24,7 +24,7 @@ NO_SUCH_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # oth
 class HashedFile:
     """A new file that hashes what it is given: ``with HashedFile(path) as file: file.write(data)``; then ``.entry``.
 
-    It is on the disk when the block is left. Raises OSError with the path, such as ENOSPC.
+    The file is on the disk when the block is left. Raises OSError with the path, such as ENOSPC.
     """
 
     def __init__(self, path):
@@ -106,10 +106,10 @@ def read_entries(directory):
 
 
 def verify(directory, rank=0, world_size=1, progress=lambda: None):
-    """Sentences for whatever in ``directory`` is not as its manifest says; each of ``world_size`` ranks reads a share.
+    """Sentences for whatever in ``directory`` differs from its manifest; each of ``world_size`` ranks reads a share.
 
-    Only what was read can be found damaged: raises OSError, with the path, for what cannot be read. ``progress`` is
-    called after each block.
+    A file that cannot be read is not called damaged: OSError, with the path, is raised instead. ``progress`` is called
+    after each block.
     """
     directory = Path(directory)
     try:
@@ -129,7 +129,7 @@ def verify(directory, rank=0, world_size=1, progress=lambda: None):
 
 
 def is_whole(directory):
-    """Whether all files of a manifest are there with their sizes; their contents are not read."""
+    """Whether all files of a manifest exist with the right sizes; their contents are not read."""
     try:
         entries = read_entries(directory)
         return all((directory / name).stat().st_size == entry["bytes"] for name, entry in entries.items())
@@ -138,7 +138,7 @@ def is_whole(directory):
 
 
 def difference(path, expected, progress=lambda: None):
-    """A sentence, or none, for where the file at ``path`` differs from its entry in the manifest."""
+    """A sentence that says where the file at ``path`` differs from its entry in the manifest; none if it does not."""
     found = describe(path, progress)
     if found == expected:
         return []

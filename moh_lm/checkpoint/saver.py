@@ -2,12 +2,12 @@
 
 docs/checkpoints.md lists their files.
 
-A save takes a snapshot of the optimizer's state, writes it to ``step-N.tmp``, in the background while training goes
-on, adds the manifest, renames the directory to ``step-N``, and replaces ``latest``. Every file is flushed to the disk
-before the rename that makes it count, so a crash at any moment leaves the checkpoints before it as they were.
+A save takes a snapshot of the optimizer's state, writes it to ``step-N.tmp`` (in the background if asked to), adds the
+manifest, renames the directory to ``step-N``, and replaces ``latest``. Every file is flushed to the disk before the
+rename that makes it count, so a crash at any moment leaves the checkpoints before it as they were.
 
-The number of steps that are kept counts only those that this start has written or verified, and those of earlier starts
-whose files have their sizes. Removal begins with a rename, so that half a step never looks like a step.
+Only steps that this start has written or verified, and earlier ones whose files have the right sizes, count towards the
+number of steps to keep. Removal begins with a rename, so that half a step never looks like a step.
 """
 
 import os
@@ -56,9 +56,9 @@ class NonFiniteState(CheckpointError):
 class Saver:
     """Writes the checkpoints of a run below ``directory``. Every rank calls its methods together.
 
-    keep_last: newest sound steps that are kept; 0 keeps all. keep_every: steps divisible by it are kept for ever;
-    0: none. background: write while training continues. verified: steps known to be sound. on_saved: called on rank 0
-    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. progress: called as the writing goes.
+    keep_last: number of newest intact steps to keep; 0 keeps all. keep_every: steps divisible by it are kept forever;
+    0: none. background: write while training continues. verified: steps known to be intact. on_saved: called on rank 0
+    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. progress: called while files are written.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Saver:
         self.removal = None
 
     def save(self, step, fragments, config, state, tokenizer):
-        """Begin to write step-N; waits for the save before it, and to the end unless in the background.
+        """Begin to write step-N. Waits for the previous save, and for this one too unless it runs in the background.
 
-        fragments: what this rank owns (``Engine.fragments``). state: JSON-able, the same on every rank. tokenizer:
-        path of the SentencePiece model, or None. Raises CheckpointError; the steps on the disk are as they were.
+        fragments: what this rank owns (``Engine.fragments``). state: JSON-able, the same on every rank. tokenizer: path
+        of the SentencePiece model, or None. Raises CheckpointError, which leaves the steps on the disk as they were.
         """
         self.finish()
         self.started = time.perf_counter()
@@ -102,7 +102,7 @@ class Saver:
             self.finish()
 
     def snapshot(self, tensors):
-        """Copies of ``tensors`` in CPU memory, which later saves use again."""
+        """Copies of ``tensors`` in CPU memory that later saves reuse."""
         for key, tensor in tensors.items():
             if key not in self.buffers:
                 self.buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -142,7 +142,7 @@ class Saver:
         return final
 
     def commit(self, temporary, final, entries):
-        """Manifest, rename, ``latest``, and the removal of old steps; returns problems. Rank 0 only."""
+        """Write the manifest, rename, update ``latest`` and remove old steps; returns problems. Rank 0 only."""
         try:
             write_manifest(temporary, entries)
             replaced = [discard(final)] if os.path.lexists(final) else []  # put there by somebody else
@@ -171,7 +171,8 @@ class Saver:
         self.removal.start()
 
     def make_room(self, temporary, need):
-        """Clear leftovers away and make the directory to write to; problems, if ``need`` bytes do not fit. Rank 0."""
+        """Remove leftovers and make the directory to write to; returns problems if ``need`` bytes do not fit. Rank 0
+        only."""
         if self.removal is not None:
             self.removal.join()
         try:
@@ -188,14 +189,14 @@ class Saver:
         return []
 
     def refuse(self, error, problems):
-        """Raise ``error`` on every rank if any rank has problems; each ends with what there is to resume from."""
+        """Raise ``error`` on every rank if any rank has problems; its text ends with the step to resume from."""
         problems = problems_of_all_ranks(problems)
         if problems:
             newest = self.newest()
             raise error([f"{problem}; {newest}" for problem in problems])
 
     def newest(self):
-        """Words for what there is to resume from."""
+        """A phrase that names the step to resume from."""
         try:
             steps = on_rank_zero(lambda: [str(step) for step in list_steps(self.directory)])
         except ConfigError as error:
@@ -203,7 +204,7 @@ class Saver:
         return f"the last checkpoint is {steps[0]}" if steps else "there is no checkpoint"
 
     def close(self):
-        """Wait until everything is on the disk, or gone from it."""
+        """Wait until all writing and removing has finished."""
         self.finish()
         if self.removal is not None:
             self.removal.join()
@@ -224,14 +225,14 @@ def not_finite(step, fragments):
 def are_finite(tensors):
     """Whether each of ``tensors`` is finite, bool [tensors], on the device of the first one.
 
-    They may lie on several: what is frozen or offloaded is in the memory of the CPU, the biases of routers never are.
+    The tensors may lie on several devices: frozen or offloaded ones are in CPU memory, the biases of routers never are.
     """
     bounds = [torch.stack(tensor.detach().aminmax()) for tensor in tensors]  # NaN comes through
     return torch.stack([pair.to(bounds[0].device) for pair in bounds]).isfinite().all(1)
 
 
 def needed_bytes(fragments, tokenizer):
-    """Bytes of a checkpoint, at most: of the files of all ranks, and of the tokenizer, which rank 0 writes."""
+    """An upper limit for the bytes of a checkpoint: the files of all ranks, and the tokenizer that rank 0 writes."""
     owned = [tensor for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()]
     files = tokenizer_files(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else []
     sizes = [path.stat().st_size for path in files] + [tensor.nbytes for tensor in owned]
@@ -241,7 +242,7 @@ def needed_bytes(fragments, tokenizer):
 def check_space(directory, fragments, tokenizer):
     """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists.
 
-    And unless every rank can write there.
+    It is raised as well if a rank cannot write there.
     """
     need = needed_bytes(fragments, tokenizer)
     steps, free = on_rank_zero(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
@@ -256,7 +257,7 @@ def check_space(directory, fragments, tokenizer):
 
 
 def write_a_byte(directory):
-    """Raises OSError, with the path, if no file can be written in ``directory``; leaves none."""
+    """Raise OSError, with the path, if no file can be written in ``directory``. No file remains."""
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             file.write(b"0")
@@ -265,9 +266,9 @@ def write_a_byte(directory):
 
 
 def find_step(path):
-    """The step directory that ``path`` names: itself, or the newest one of a run directory. Its files are verified.
+    """The step directory that ``path`` names, or the newest step of the run directory ``path``. Its files are verified.
 
-    Raises ConfigError if there is none, or naming the file that is damaged or cannot be read.
+    Raises ConfigError if there is none, or with the name of a file that is damaged or cannot be read.
     """
     path = Path(path)
     try:

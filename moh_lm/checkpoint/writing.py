@@ -13,7 +13,7 @@ from moh_lm.data.shards import tokenizer_files
 
 
 class Writing(threading.Thread):
-    """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
+    """Writes one rank's files of a step. Afterwards it has ``entries`` for the manifest, or ``problems``."""
 
     def __init__(self, directory, *work):
         super().__init__(target=self.write, args=work, daemon=True)  # a run that dies does not wait for half a step
@@ -45,7 +45,7 @@ def describe_failure(error, directory, need):
 
 
 def rank_0_files(step, config, state, tokenizer):
-    """{name: content} of what is the same for all ranks."""
+    """{name: content} of the files that are the same for all ranks."""
     files = {"config.json": json_bytes(config.to_dict()), "state.json": json_bytes({"step": step, **state})}
     paths = tokenizer_files(Path(tokenizer).parent) if tokenizer else ()
     return files | {path.name: path.read_bytes() for path in paths}

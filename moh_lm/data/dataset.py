@@ -17,8 +17,8 @@ from moh_lm.data.training_data import TrainingData
 class Dataset(TrainingData):
     """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
 
-    ``segments``: what the run has read up to now (segments.py); by default nothing. ``decay``: (first sample, mixture)
-    of another mix, or None. ``num_pieces``: of the tokenizer, None if that is unknown.
+    ``segments``: what the run has read up to now (segments.py); by default nothing. ``decay``: the first sample and the
+    mixture of the decay, or None. ``num_pieces``: pieces of the tokenizer, None if unknown.
     """
 
     num_pieces: int | None = None
@@ -45,7 +45,7 @@ class Dataset(TrainingData):
     def open(
         cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decay_begins: int | None = None
     ) -> "Dataset":
-        """Open the sources of ``data.data_mix``, or all of the directory. Raises ConfigError with all that is wrong.
+        """Open the sources of ``data.data_mix``, or all of the directory. Raises ConfigError with every problem.
 
         decay_begins: the first sample of ``data.decay_mix``; None: there is no such sample.
         """
@@ -113,7 +113,7 @@ class Dataset(TrainingData):
         return {name: min(first[name], second[name]) for name in first}
 
     def mixture_of(self, sample: int) -> Mixture:
-        """The mixture that sample number ``sample`` is of; of -1, before the first, that which a run begins with."""
+        """The mixture to which sample number ``sample`` belongs; for -1, the mixture with which a run begins."""
         return self.decay[1] if self.decay and sample >= self.decay[0] else self.mixture
 
     def rows(self, samples) -> tuple[np.ndarray, list[list[Piece]]]:
@@ -135,7 +135,7 @@ class Dataset(TrainingData):
     def plan(self, num_samples: int) -> list[dict]:
         """What the first ``num_samples`` samples take from each source, with the source's own size.
 
-        After a change of data ``samples`` and ``epochs`` count what is read of the source in its present form.
+        After a change of data ``samples`` and ``epochs`` count only what is read of the source in its present form.
         """
         mixture = self.mixture
         counts = self.mixture_of(num_samples).counts(num_samples)
@@ -175,7 +175,7 @@ class Dataset(TrainingData):
         return {name: windows_read(segments, samples, name, shards) for name in self.source_names}
 
     def state(self, consumed_samples: int = 0) -> dict:
-        """For the checkpoint of a run that has read ``consumed_samples`` samples, JSON-able.
+        """What the checkpoint of a run keeps after ``consumed_samples`` samples, JSON-able.
 
         It holds the segments of the run, and the shards by name and content.
         """
@@ -189,9 +189,9 @@ class Dataset(TrainingData):
         return {"segments": segments, "units": units}
 
     def changes(self, state: dict, consumed_samples: int = 0) -> list[str]:
-        """What is other in this dataset than in that of a checkpoint, one sentence each; empty if nothing is.
+        """One sentence for each difference between this dataset and that of a checkpoint; empty if there is none.
 
-        consumed_samples: of the checkpoint.
+        consumed_samples: samples that the run had read at the checkpoint.
         """
         newest, before = self.mixture_of(consumed_samples - 1), state["segments"][-1]
         if self.decay and newest is self.mixture:
@@ -208,8 +208,8 @@ class Dataset(TrainingData):
     def continue_from(self, state: dict, consumed_samples: int) -> "Dataset":
         """This dataset for a run that has read ``consumed_samples`` samples, as the ``state`` of its checkpoint says.
 
-        If nothing has changed, sample n is what it was. Else a new segment begins here: sources whose shards are the
-        same continue where they were, others begin.
+        If nothing has changed, sample n stays what it was. Otherwise a new segment begins here: sources whose shards
+        are the same continue where they were, and the others start from their first window.
         """
         newest = self.mixture_of(consumed_samples - 1)
         segments = next_segments(state["segments"], self.fingerprint(newest), consumed_samples)
@@ -221,7 +221,7 @@ class Dataset(TrainingData):
 
 
 def bytes_per_token(units):
-    """Of the entries of a source's shards in the manifest; None unless all of them know the bytes of their text."""
+    """Bytes of text per token, from the manifest's entries of a source's shards; None unless all of them have it."""
     sizes = [(entry.get("text_bytes"), entry["tokens"]) for entry in units]
     if any(text_bytes is None for text_bytes, _ in sizes) or not sum(tokens for _, tokens in sizes):
         return None
@@ -229,7 +229,7 @@ def bytes_per_token(units):
 
 
 def unknown_sources(given, names, present):
-    """A sentence if some of the ``names`` are no sources, with those that are."""
+    """A sentence if some of the ``names`` are not sources; it lists the sources that exist."""
     unknown = [name for name in names if name not in present]
     near = [close for name in unknown for close in difflib.get_close_matches(name, present, n=1)]
     remedy = f"did you mean {', '.join(dict.fromkeys(near))}?" if near else "choose among these"

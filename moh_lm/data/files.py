@@ -1,8 +1,8 @@
-"""Files that are there in full or not at all, and bytes that are checked whenever they are read.
+"""Files that exist in full or not at all, and bytes that are checked whenever they are read.
 
-What a sidecar says of a file: its size, its SHA-256, and the CRC-32 of every block of 64 KiB, eight hexadecimal digits
-each. Whoever reads a range reads the whole blocks around it and compares their sums, so a byte that changed on the disk
-is found where it would be used, and named by its file and block.
+A sidecar describes a file by its size, its SHA-256, and the CRC-32 of every block of 64 KiB, eight hexadecimal digits
+each. A reader of a range reads the whole blocks around it and compares their sums. A byte that changed on the disk is
+therefore found before it is used, and the error names its file and block.
 
 Sidecars and manifests are sealed: their last entry, ``sha256``, is the hash of the file as it would be without it.
 Files of version 2 have no seal.
@@ -33,7 +33,7 @@ class ShardError(Exception):
 
 
 def refuse_folder(error):
-    """For ``onerror`` of os.walk, which leaves out in silence what it cannot read. Raises ConfigError."""
+    """Raise ConfigError; for ``onerror`` of os.walk, which would silently skip what it cannot read."""
     reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
     raise ConfigError([f"{error.filename}: {reason}"]) from error
 
@@ -69,7 +69,7 @@ class Description:
 
 
 def publish(path: Path, data: bytes):
-    """Write ``data`` to ``path`` so that after a crash the file is there in full, or as it was before."""
+    """Write ``data`` to ``path`` so that after a crash the file has its new content in full, or its old one."""
     temporary = temporary_name(path)
     temporary.unlink(missing_ok=True)  # of a process of that number that was killed
     try:
@@ -93,7 +93,7 @@ def flush(path: str | Path):
 
 
 def write_json(path: Path, value):
-    """``publish`` of a JSON text."""
+    """``publish`` an object as JSON text."""
     publish(path, json_bytes(value))
 
 
@@ -106,7 +106,7 @@ def json_bytes(value) -> bytes:
 
 
 def seal(text: bytes) -> bytes:
-    """The ``json_bytes`` of an object, and as its last entry their hash."""
+    """The ``json_bytes`` of an object with their hash added as the last entry."""
     return text.removesuffix(b"\n}\n") + seal_line(hashlib.sha256(text).hexdigest())
 
 
@@ -125,12 +125,12 @@ def opened(path: str | Path):
 
 
 def read_json(path: Path):
-    """The value of a JSON file. Raises OSError, and ValueError if it is none."""
+    """The value of a JSON file. Raises OSError, and ValueError if it is not JSON."""
     return parse_json(path.read_bytes())
 
 
 def read_facts(path: Path) -> dict:
-    """The object of a sidecar or manifest, without its seal. Raises ShardError if it is damaged, or none."""
+    """The object of a sidecar or manifest, without its seal. Raises ShardError if it is damaged or not an object."""
     with opened(path) as file:
         data = file.read()
     try:
@@ -163,8 +163,8 @@ def block_sums(facts: dict) -> array:
 
 
 def read_range(file: BinaryIO, start: int, stop: int, sums: array | None) -> memoryview:
-    """Bytes ``start`` to ``stop`` - 1 of an open file. Raises ShardError if it ends before, or if the CRC-32 of a
-    block is not that in ``sums``; None compares nothing.
+    """Bytes ``start`` to ``stop`` - 1 of an open file. Raises ShardError if the file ends earlier, or if the CRC-32 of
+    a block differs from ``sums``; with None nothing is compared.
     """
     first, last = (start // BLOCK, -(-stop // BLOCK)) if sums is not None else (0, 0)
     low, high = (first * BLOCK, last * BLOCK) if sums is not None else (start, stop)

@@ -1,12 +1,12 @@
-"""A tokenizer of Hugging Face: ``tokenizer.json``, which the package tokenizers reads, and ``tokenizer_config.json``.
+"""A Hugging Face tokenizer: ``tokenizer.json``, which the package tokenizers reads, and ``tokenizer_config.json``.
 
 Ids are those of transformers with ``add_special_tokens=False`` and ``split_special_tokens=True``: nothing is added, and
 a control token that is spelled out in a text stays text, even if ``tokenizer.json`` does not call it special. BPE
-dropout, which gives a text other tokens each time, is switched off.
+dropout, which gives a text different tokens each time, is switched off.
 
-A document ends with the token that the model was pretrained with: the ``eos_token``. Beside the ``config.json`` of a
-model that may be the end of a turn in its chats. Then it is another token that ends a text of that model, and data
-directories name it as ``document_end`` in their ``tokenizer_config.json``.
+A document ends with the token that ended documents in the model's pretraining, usually the ``eos_token``. In the
+directory of a chat model the ``eos_token`` may end a turn of a chat instead. Documents then end with another token of
+that model, which data directories record as ``document_end`` in their ``tokenizer_config.json``.
 """
 
 import re
@@ -26,8 +26,8 @@ IN_BRACKETS = re.compile(r"<\S+>|\[\S+\]")  # a control token if the chat templa
 class HuggingFaceModel:
     """The tokenizer of a directory, with the methods of SentencePieceProcessor that encoding needs.
 
-    eos_token: the text, or None; documents may end otherwise. begins: whether transformers puts the beginning-of-
-    sequence token before a text. dropout: what was switched off, or None.
+    eos_token: its text, or None; documents may end with another token. begins: whether transformers puts the
+    beginning-of-sequence token before a text. dropout: the rate that was switched off, or None.
     """
 
     def __init__(self, directory: str | Path):
@@ -99,7 +99,8 @@ class HuggingFaceModel:
 
 
 def is_control(token: str, named: set[str], template: str) -> bool:
-    """Whether an added token is for control: it is ``named`` so, looks so, or a chat template has it in brackets."""
+    """Whether an added token is a control token: by its name in ``named``, by its form, or because a chat template has
+    it in brackets."""
     in_template = IN_BRACKETS.fullmatch(token) and token in template
     return token in named or bool(CONTROL.fullmatch(token) or in_template)
 
@@ -131,7 +132,8 @@ def optional_json(path: Path) -> dict:
 
 
 def ends_of_model(directory: str | Path) -> list[int]:
-    """The ids that end a text of the model in a directory, each once; none if no model is there. Raises ConfigError."""
+    """The ids that end a text of the model in a directory, each once; empty if there is no model. Raises
+    ConfigError."""
     found = []
     for path in (Path(directory, name) for name in ("config.json", "generation_config.json")):
         try:

@@ -51,7 +51,8 @@ def index_bytes(lengths: np.ndarray, code: int) -> bytes:
 
 
 def read_counts(file: BinaryIO) -> Counts:
-    """What the header of an open index and its last entries say; raises ShardError if its size contradicts them."""
+    """The counts in the header of an open index and in its last entries; raises ShardError if its size contradicts
+    them."""
     header = file.read(HEADER.size)
     if len(header) < HEADER.size:
         raise ShardError(f"{file.name}: {len(header)} bytes are less than the header of an index")
@@ -74,9 +75,10 @@ def read_counts(file: BinaryIO) -> Counts:
 
 
 class DocumentStarts(Sequence):
-    """The first token of each document, in ascending order, read from an open index as they are asked for.
+    """The first token of each document, in ascending order; an open index is read only where it is asked.
 
-    ``sums``: CRC-32 of the blocks of the index, or None. Raises ShardError for what cannot be read or be true.
+    ``sums``: CRC-32 of the blocks of the index, or None. Raises ShardError for entries that cannot be read or are
+    impossible.
     """
 
     def __init__(self, file: BinaryIO, counts: Counts, sums: array | None):
@@ -100,7 +102,7 @@ class DocumentStarts(Sequence):
         return self.entry(self.pointers, sequence) // self.counts.dtype.itemsize
 
     def inside(self, first: int, end: int) -> list[int]:
-        """Those from ``first`` to ``end`` - 1."""
+        """The document starts from token ``first`` to ``end`` - 1."""
         document, found = bisect_left(self, first, *self.bracket(first)), []
         while document < len(self) and (start := self[document]) < end:
             found.append(start)
@@ -108,14 +110,14 @@ class DocumentStarts(Sequence):
         return found
 
     def number(self, position: int) -> int:
-        """Of the document that has ``position``."""
+        """The number of the document that contains the token ``position``."""
         return max(0, bisect_right(self, position, *self.bracket(position)) - 1)
 
     def cut(self, fraction: float) -> int:
         """The token position that cuts the shard: the tail from there on is held out.
 
-        The start of the document that the last ``fraction`` of the tokens begins in, or that very position if the
-        whole document would more than double the tail.
+        This is the start of the document in which the last ``fraction`` of the tokens begins, or that very position if
+        the whole document would more than double the tail.
         """
         tokens = self.counts.tokens
         held_out = int(tokens * fraction)
@@ -126,7 +128,8 @@ class DocumentStarts(Sequence):
         return start if tokens - start <= 2 * held_out else position
 
     def bracket(self, position):
-        """Bounds for a search: near where documents of even lengths would have ``position``, if it is there."""
+        """Bounds for a search: if possible, close to where ``position`` would be if all documents were of equal
+        length."""
         guess = position * len(self) // max(1, self.counts.tokens)
         low, high = max(0, guess - NEAR), min(len(self), guess + NEAR)
         return (

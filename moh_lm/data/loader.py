@@ -32,12 +32,12 @@ class MicroBatch(NamedTuple):
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank; ranks of the same rank in other dimensions read the same.
+    """The micro-batches of one data-parallel rank; ranks that differ only in other dimensions read the same.
 
-    reset_at_documents: give positions, and no label to the last token of a document. length_at: consumed samples ->
-    tokens of the parts of a window that do not see each other; None: windows stay whole. pin_memory: for a GPU, where
-    copies from other memory wait for the kernels before them. A thread reads the steps that follow the one asked for;
-    ``close`` ends it.
+    reset_at_documents: give positions, and no label to the last token of a document. length_at: a function from
+    consumed samples to the length in tokens of the parts of a window that do not see each other; None: windows stay
+    whole. pin_memory: for GPUs, where copies from unpinned memory wait for earlier kernels. A thread reads ahead of the
+    step that was asked for; ``close`` ends it.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Loader:
         """This rank's micro-batches of the step whose first sample is number ``consumed_samples``.
 
         Rank r of R takes samples consumed + r B/R + [0, B/R) of a global batch of B, in order. Steps that are asked for
-        in turn have been read ahead; any other order only costs the wait. Raises ShardError for a file that is not as
-        it was written.
+        in order have been read ahead; in any other order the caller waits. Raises ShardError if a file is not as it was
+        written.
         """
         if self.ahead and self.ahead[0][0] != consumed_samples:
             self.forget()
@@ -91,7 +91,7 @@ class Loader:
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:
         """This rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are fewer.
 
-        Micro-batches are dealt to the ranks in turn; sequences without labels make up what is missing in the last ones.
+        Micro-batches are dealt to the ranks in turn; the last ones are filled up with sequences without labels.
         """
         index = self.dataset.source_names.index(source_name)
         position = self.dataset.sources[index].validation_positions(num_samples)

@@ -1,6 +1,6 @@
 """The order of samples: a pure function from the number of a sample to a source and a window of its tokens.
 
-Nothing is stored but one small table, so any rank computes its part of any step, and the number of samples consumed is
+Nothing is stored but one small table, so any rank computes its part of any step, and the number of consumed samples is
 the whole state of the data. Sample n is found in three steps.
 
 1. Which source. The weights are exact integers W_s with the sum P. A table of one period of P samples holds source s
@@ -35,10 +35,9 @@ ROUNDS = 6  # of the Feistel network; three already pass tests of uniformity
 class Mixture:
     """The mixture of the sources of ``weights``; arrays over sources follow the order of ``names``.
 
-    ``names``: of the sources of the run, sorted; by default those of the mixture. ``weights``: name -> decimal number
-    as text, of any sum. ``num_tokens``: name -> training tokens, at least
-    ``seq_length`` + 1. ``note`` says so if the weights had to be rounded, else it is empty. Raises ConfigError for a
-    weight that is too small beside the others.
+    ``names``: the sources of the run, sorted; by default those of the mixture. ``weights``: name -> decimal number as
+    text; their sum is arbitrary. ``num_tokens``: name -> training tokens, at least ``seq_length`` + 1. ``note`` is
+    empty unless the weights had to be rounded. Raises ConfigError for a weight that is too small beside the others.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Mixture:
     def locate(self, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample numbers [n] -> source, epoch and position of the window's first token, each int64 [n].
 
-        Raises ValueError for a sample before ``first_sample``: it was of another mixture.
+        Raises ValueError for a sample before ``first_sample``, which belongs to an earlier mixture.
         """
         number = np.asarray(samples, dtype=np.int64) - self.first_sample
         if number.size and number.min() < 0:
@@ -93,7 +92,8 @@ class Mixture:
         return source, epoch, first_token
 
     def phase(self, source: int, epoch: int) -> int:
-        """Where the grid of windows starts: below S, and so that the last window ends inside the tokens."""
+        """Where the grid of windows starts: a number below S with which the last window still ends inside the
+        tokens."""
         choices = min(self.seq_length, self.num_tokens[source] - int(self.windows[source]) * self.seq_length)
         return int.from_bytes(digest(f"phase/{self.seed}/{self.names[source]}/{epoch}", 8), "little") % choices
 
@@ -113,7 +113,8 @@ def sample_counts(weights: list[int], num_samples: int) -> np.ndarray:
 def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
     """Decimals by name -> their ratios as integers int64 [k] with a sum of at most 2**20, and a note on rounding.
 
-    Exact if the sum allows it, else by largest remainder. Raises ConfigError for a weight that rounds to nothing.
+    The ratios are exact if the sum allows it, and otherwise rounded by largest remainder. Raises ConfigError for a
+    weight that rounds to nothing.
     """
     exact = [Fraction(Decimal(weight)) for weight in weights.values()]
     scale = math.lcm(*(weight.denominator for weight in exact))
@@ -172,7 +173,7 @@ def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs(*arrays):
-    """Tuples of the elements as Python integers, which are small beside lists of all of them."""
+    """Tuples of the elements as Python integers, converted 4,096 at a time to save memory."""
     for start in range(0, len(arrays[0]), 2**12):
         yield from zip(*(array[start : start + 2**12].tolist() for array in arrays), strict=True)
 
@@ -226,7 +227,7 @@ def data_problems(data):
 
 
 def mix_problems(given, mix):
-    """Sentences for what is wrong with a ``mix``, ((name, weight), ...), of the flag ``given``."""
+    """Sentences for what is wrong with a ``mix``, ((name, weight), ...), which the flag ``given`` set."""
     names, found = [name for name, _ in mix], []
     for name in sorted({name for name in names if names.count(name) > 1}):
         found.append(f"{given} {name}: is given {names.count(name)} times; give each source once")

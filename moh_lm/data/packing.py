@@ -1,14 +1,14 @@
-"""Rows of whole documents, for --packing best_fit: which documents stand in a row, as a function of its number.
+"""Rows of whole documents, for --packing best_fit: which documents a row holds is a function of its number.
 
-The tokens of a source are cut into blocks of ``ROWS`` rows. A block is packed on its own, from the lengths of its
-documents alone, so that any row is found by packing one block; nothing is stored. Within a block
+The tokens of a source are cut into blocks of ``ROWS`` rows. Each block is packed by itself, from nothing but the
+lengths of its documents, so any row is found by packing one block and nothing is stored. Within a block
 
 1. a document longer than a row fills whole rows, and what is left of it is packed like a short one;
 2. the longest piece comes first, and goes to the row that it fills best (best-fit decreasing);
 3. pieces that fit into no row are cut into what the others have left free.
 
-A block of ``ROWS`` rows of S tokens holds exactly that many tokens. So each token is in one row, and no row is padded.
-Documents that reach over the end of a block are cut there.
+A block of ``ROWS`` rows of S tokens holds exactly that many tokens, so each token is in one row and no row is padded.
+Documents that cross the end of a block are cut there.
 """
 
 from bisect import bisect_left, insort
@@ -24,8 +24,8 @@ COUNTED = 32  # blocks of a source that ``counts`` looks at
 
 
 class Piece(NamedTuple):
-    """``count`` tokens from position ``first`` on. starts: where after its first token documents begin, 1..count; so
-    ``count`` says that its last token ends one."""
+    """``count`` tokens from position ``first`` on. starts: offsets, 1 to count, at which further documents begin;
+    ``count`` itself means that the last token ends a document."""
 
     first: int
     count: int
@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """documents: those that would fit into a row, in the blocks that were looked at. cut: of them, those in several
-    rows. cut_by_windows: the same for --packing concatenate. tokens: of all documents; apart: of them, those in another
-    row than the beginning of their document, though it would fit into one."""
+    """documents: number of documents in the examined blocks that would fit into a row. cut: how many of these are in
+    several rows. cut_by_windows: the same for --packing concatenate. tokens: tokens of all documents. apart: how many
+    of these are in another row than the beginning of their document, although it would fit into one."""
 
     documents: int
     cut: int
@@ -53,7 +53,7 @@ class Packer:
         self.block = lru_cache(CACHED)(self.packed_block)
 
     def row(self, source, epoch, position):
-        """[``Piece``] of the row in place of the window at ``position`` (``Mixture.locate``)."""
+        """[``Piece``] of the row that replaces the window at ``position`` (``Mixture.locate``)."""
         phase = self.mixture.phase(source, epoch)
         number, place = divmod((position - phase) // self.mixture.seq_length, ROWS)
         return self.block(source, phase, number)[place]
@@ -65,14 +65,14 @@ class Packer:
         return [[piece._replace(first=first + piece.first) for piece in row] for row in packed]
 
     def documents(self, source, phase, number):
-        """(first token of a block, where documents begin in it, its rows)."""
+        """(first token of a block, offsets at which documents begin in it, its rows)."""
         length = self.mixture.seq_length
         rows = min(ROWS, int(self.mixture.windows[source]) - number * ROWS)
         first = phase + number * ROWS * length
         return first, self.streams[source].document_starts(first, rows * length + 1), rows
 
     def counts(self, source):
-        """``Counts`` of some blocks of the first epoch of a source, all over it."""
+        """``Counts`` of some blocks spread over the first epoch of a source."""
         phase, blocks = self.mixture.phase(source, 0), -(-int(self.mixture.windows[source]) // ROWS)
         step = -(-blocks // COUNTED)
         found = []
@@ -83,7 +83,8 @@ class Packer:
 
 
     def describe(self, names):
-        """Lines about what is cut in the sources of these names. Raises ConfigError if one of them is damaged."""
+        """Lines about the documents that are cut in the sources of these names. Raises ConfigError if one of them is
+        damaged."""
         yield "packing    best_fit, without padding: documents that are cut though they would fit into a sequence"
         width = max(map(len, names))
         for source, name in enumerate(names):
@@ -97,7 +98,8 @@ class Packer:
 
 
 def pack(starts, rows, length):
-    """``rows`` lists of ``Piece``s of ``length`` tokens in all. starts: of documents, 1..rows * length; one is at 0."""
+    """``rows`` lists of ``Piece``s of ``length`` tokens in all. starts: offsets at which documents begin, 1 to rows *
+    length; another begins at 0."""
     total = rows * length
     ends, begins = set(starts), {0, *starts}
     bounds = [0, *(start for start in starts if start < total), total]

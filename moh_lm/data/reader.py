@@ -1,4 +1,4 @@
-"""A shard as it is read: what is checked when it is opened, and what with every byte that is used."""
+"""Reading a shard: some checks are made when it is opened, others on every byte that is used."""
 
 import hashlib
 import os
@@ -34,8 +34,8 @@ class Sums(NamedTuple):
 class Shard:
     """An opened shard. Its files are open only while they are read, so that there can be thousands.
 
-    A shard without a sidecar has neither ``sidecar`` nor ``largest_id`` nor ``content``, a hash of both files. A shard
-    out of a manifest has no ``sidecar`` either, and no ``sums`` until it is first read.
+    A shard without a sidecar has no ``sidecar``, no ``largest_id`` and no ``content``, which is a hash of both files. A
+    shard from a manifest has no ``sidecar`` either, and no ``sums`` until it is first read.
     """
 
     prefix: str | Path
@@ -122,7 +122,7 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
 def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes: None) -> Iterator[str]:
     """A sentence for each thing that is wrong with an opened shard, which is read in full.
 
-    Compares both files with the checksums of their sidecar, names damaged blocks, and looks whether the index is
+    Compares both files with the checksums of their sidecar, names damaged blocks, and checks that the index is
     consistent in itself. ``report`` is called with the number of bytes read since the last call.
     """
     sound = True

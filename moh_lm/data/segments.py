@@ -7,12 +7,13 @@ segment with the largest ``first_sample`` up to n place it, with the number of w
     {"first_sample": 0, "seed": 1234, "seq_length": 2048, "validation_fraction": 0.001,
      "weights": {source: integer}, "shards": {source: hash of the contents}, "consumed": {source: windows}}
 
-"packing" is there too if it is not ``PACKING``.
+A segment has "packing" too if it is not ``PACKING``.
 
-The other mix of a decay (--decay-mix) is a segment too, which the run foresees.
+The separate mix of a decay (--decay-mix) is a segment too, one that is planned from the start.
 
 A source continues at its next unread window, and in its epoch, if its windows and their order are the same as in an
-earlier segment: the same shards, seed, sequence length, validation fraction and packing. Else it begins at window 0.
+earlier segment: the same shards, seed, sequence length, validation fraction and packing. Otherwise it begins at
+window 0.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ NAMED = 3  # shards of a source that a sentence names
 def next_segments(segments: list[dict], fingerprint: dict, consumed_samples: int) -> list[dict]:
     """The segments of a run that resumes with the data of ``fingerprint`` after ``consumed_samples`` samples.
 
-    ``segments``: those before; they are all kept if the last one has this fingerprint.
+    ``segments``: the earlier ones; if the last of them has this fingerprint, no new one is added.
     """
     segments = [segment for segment in segments if segment["first_sample"] < consumed_samples]
     if segments and {key: value for key, value in segments[-1].items() if key not in PLACE} == fingerprint:
@@ -57,7 +58,8 @@ def order_of(segment):
 
 
 def tokens_read(segments, samples, seq_length) -> int:
-    """Tokens of the first ``samples`` samples of a run. seq_length: of segments that do not say theirs: of images."""
+    """Tokens of the first ``samples`` samples of a run. seq_length: used for segments that record none, as those of
+    images do."""
     firsts = [segment.get("first_sample", 0) for segment in segments]
     lengths = [segment.get("seq_length", seq_length) for segment in segments]
     parts = zip(firsts, [*firsts[1:], samples], lengths, strict=False)  # an import has none
@@ -89,7 +91,7 @@ def describe_share(weights, name):
 
 
 def changed_shards(source, before, now) -> list[str]:
-    """Sentences that name the shards of a source that came, went or changed."""
+    """Sentences that name the shards of a source that were added, removed or changed."""
     verdicts = {
         "added": [name for name in now if name not in before],
         "removed": [name for name in before if name not in now],

@@ -8,8 +8,8 @@ A shard is the two files of Megatron-LM's IndexedDataset, byte for byte, and a J
                   (files.py)
 
 The sidecar is written last: a shard without one is unfinished. docs/data.md lists what a data directory holds. The
-manifest holds what a run has to know of each shard before it starts, so that a start looks at the sizes of files
-only. The first read of a shard compares its files with their sidecar, and the sidecar with the manifest.
+manifest holds what a run has to know about each shard before it starts, so that a start only looks at file sizes. The
+first read of a shard compares its files with their sidecar, and the sidecar with the manifest.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # valida
 
 
 def tokenizer_files(directory: str | Path) -> list[Path]:
-    """The files of the tokenizer in a directory: of data, a checkpoint or a model. The one with the pieces is first."""
+    """The tokenizer's files in a directory of data, a checkpoint or a model; the file with the pieces is first."""
     model, *hugging_face = (Path(directory, name) for name in TOKENIZER_FILES)
     if os.path.exists(model):
         return [model]
@@ -51,8 +51,8 @@ def tokenizer_files(directory: str | Path) -> list[Path]:
 class ShardWriter:
     """Writes one shard: ``with ShardWriter(prefix, vocab_size) as shard: shard.add(ids); ...; shard.commit(facts)``.
 
-    Nothing appears under a final name before ``commit``; leaving the block without it leaves an older shard as it was.
-    Then an older sidecar is removed first, so that at no moment a sidecar describes other bytes.
+    Nothing appears under a final name before ``commit``; leaving the block without it keeps an older shard as it was. A
+    ``commit`` first removes an older sidecar, so that a sidecar never describes other bytes.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int):
@@ -150,7 +150,7 @@ def write_manifest(data_dir: str | Path) -> dict:
 
 
 def unit_entry(shard: Shard) -> dict:
-    """What a run has to know of a shard before it starts; ``cuts`` are those for ``CUTS``."""
+    """What a run has to know about a shard before it starts; ``cuts`` are its cuts for the fractions ``CUTS``."""
     with shard.document_starts() as starts:
         cuts = [starts.cut(fraction) for fraction in CUTS]
     return {
@@ -167,7 +167,8 @@ def unit_entry(shard: Shard) -> dict:
 
 
 def read_manifest(data_dir: str | Path) -> dict:
-    """The manifest of a data directory. Raises ShardError if it is damaged, or the tokenizer beside it another one."""
+    """The manifest of a data directory. Raises ShardError if it is damaged, or if the tokenizer beside it is a
+    different one."""
     path = Path(data_dir) / "manifest.json"
     manifest = files.read_facts(path)
     files.check_facts(path, manifest, {"tokenizer": dict, "sources": dict, "cut_fractions": list})
@@ -189,7 +190,8 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 
 def check_end(path: Path, recorded: int | None):
-    """Raise ShardError unless tokenizer_config.json beside the tokenizer.json at ``path`` ends documents so."""
+    """Raise ShardError unless tokenizer_config.json beside the tokenizer.json at ``path`` ends documents the same
+    way."""
     config = path.with_name(TOKENIZER_FILES[2])
     try:
         pieces, settings = files.read_json(path), files.read_json(config)
@@ -225,7 +227,7 @@ class OpenedSource(NamedTuple):
 def open_source(data_dir: str | Path, name: str, manifest: dict, fraction: float) -> OpenedSource:
     """The shards of a source, in the order of the manifest, with ``fraction`` of their tokens held out.
 
-    Looks at the names and sizes of the files only. Raises ShardError for the first that is missing or of another size.
+    Only names and sizes of the files are checked. Raises ShardError for the first that is missing or has another size.
     """
     units, directory = manifest["sources"][name]["units"], os.path.join(data_dir, name)
     sizes = file_sizes(directory)

@@ -1,4 +1,4 @@
-"""A source of a run: its shards, what of them is for training, and what is held out.
+"""A source of a run: its shards, and which parts of them are for training or held out.
 
 Every shard is cut once. The heads of a source's shards, end to end, are its training stream; the tails are its
 validation stream. Windows may cross from shard to shard inside their stream but never the cut, so validation shares no
@@ -19,7 +19,7 @@ from moh_lm.data.shards import OpenedSource, Shard
 
 
 class Stream:
-    """Parts of shards end to end, addressed by token position. ``parts`` are (shard, first token, end)."""
+    """Parts of shards joined end to end and addressed by token position. ``parts`` are (shard, first token, end)."""
 
     def __init__(self, parts: Iterable[tuple[Shard, int, int]]):
         self.parts = [(shard, first, end) for shard, first, end in parts if end > first]
@@ -44,7 +44,8 @@ class Stream:
         return np.concatenate(pieces).astype(np.int64)
 
     def document_starts(self, position: int, count: int) -> list[int]:
-        """Where among ``count`` tokens from ``position`` on a document, or a part of the stream, begins: 1..count - 1.
+        """The offsets, 1 to count - 1, at which a document or a part of the stream begins among ``count`` tokens from
+        ``position`` on.
 
         Found by search in the indexes of the shards, whatever ids the documents end with. Raises ShardError.
         """
@@ -59,7 +60,7 @@ class Stream:
 class Source:
     """One source of a run: its shards, their streams, and the windows held out.
 
-    bytes_per_token: of its text in UTF-8, as the manifest knows it; None for shards of other tools.
+    bytes_per_token: UTF-8 bytes of text per token, from the manifest; None for shards of other tools.
     """
 
     def __init__(self, name: str, opened: OpenedSource, seq_length: int, bytes_per_token: float | None = None):
@@ -101,7 +102,7 @@ class Source:
         return []
 
     def sufficient_fraction(self) -> float | None:
-        """About the smallest fraction that holds out a window, of which every shard rounds its share down."""
+        """About the smallest fraction that holds out a window, given that every shard rounds its share down."""
         tokens, needed = np.array([shard.num_tokens for shard in self.shards]), self.seq_length + 1
         fraction = least = 1.1 * needed / tokens.sum()
         while fraction <= 0.5:

@@ -4,10 +4,11 @@
     ...
     IHRoZQ== 279
 
-BPE joins the neighbours that together have the lowest rank. The file lacks the regular expression that cuts a text
-into words first, and the special tokens. Here both are those of LLaMA-3: 256 special ids follow the 128,000 of the
-file, ``<|begin_of_text|>`` and ``<|end_of_text|>`` first. Tokens that were added to the vocabulary later have ids after
-these, so the special ids are the first gap in the ranks. A special token that is spelled out in a text stays text.
+BPE joins the neighbours that together have the lowest rank. The file contains neither the regular expression that first
+cuts a text into words nor the special tokens. Both are taken from LLaMA-3 here: 256 special ids follow the 128,000 of
+the file, ``<|begin_of_text|>`` and ``<|end_of_text|>`` first. Tokens that were added to the vocabulary later have ids
+after these, so the special ids are the first gap in the ranks. A special token that is spelled out in a text stays
+text.
 """
 
 import base64

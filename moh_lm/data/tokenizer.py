@@ -17,7 +17,8 @@ OPTIONAL = TOKENIZER_FILES[-1]  # of the files of Hugging Face
 
 
 def model_files(path: str | Path) -> dict[str, Path]:
-    """What is at ``path``, a file or a directory: name in a data directory -> file, the one with the pieces first."""
+    """The tokenizer's files at ``path``, a file or directory: name in a data directory -> file, the one with the pieces
+    first."""
     path = Path(path)
     if os.path.isdir(path):
         path = next(iter(tokenizer_files(path)), path / TOKENIZER_FILES[1])

@@ -1,11 +1,11 @@
-"""What a run asks of the data that it reads, whatever they are."""
+"""What a run asks of its data, be it text or images."""
 
 
 class TrainingData:
     """The data set of a run. Samples are numbered; the training reads them in order.
 
     A subclass has ``source_names``, the sources that the log distinguishes, and the methods ``state``, ``changes`` and
-    ``tokens_read``, as ``Dataset`` has them. What only some data have is answered here for all others.
+    ``tokens_read``, as ``Dataset`` has them. The methods here are defaults for data that lack such a property.
 
     tokenizer_path: a file that belongs to every checkpoint, or None.
     """

@@ -1,7 +1,7 @@
-"""What happened since the last line of the log: sums over the steps of an interval, which become means when it ends.
+"""Sums over the steps of a log interval, which become means when it ends.
 
 The sums are part of a checkpoint, so that an interval in which a run was stopped and resumed reads like any other.
-Times are those of one process: after a resume they cover the steps since.
+Times belong to one process: after a resume they cover only the steps since.
 """
 
 import math
@@ -19,7 +19,7 @@ COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # in a
 class MetricsAccumulator:
     """Sums of ``StepResult``s since the last line of the log; the same on every rank, except for times.
 
-    names: of the sources. layers: ``RoutedLayer``s.
+    names: names of the sources. layers: ``RoutedLayer``s.
     """
 
     def __init__(self, names, layers, device):
@@ -42,9 +42,8 @@ class MetricsAccumulator:
         self.timed_steps = self.timed_tokens = 0
 
     def add(self, result, data_seconds, tokens, not_finite=(), forward_seconds=0.0):
-        """Add a step. data_seconds: that it waited for its batches. not_finite: sources whose numbers were not.
-
-        forward_seconds: of ``ForwardTimer``.
+        """Add a step. data_seconds: how long it waited for its batches. not_finite: sources with a loss or gradient
+        that is not finite. forward_seconds: time from ``ForwardTimer``.
         """
         if result.skipped:
             self.skipped_steps += 1
@@ -63,7 +62,7 @@ class MetricsAccumulator:
         self.timed_tokens += tokens
 
     def began(self, step, tokens_per_iteration):
-        """The iterations before it, if it ends after ``step``."""
+        """The number of iterations before the interval, if it ends after ``step``."""
         return step - self.tokens // tokens_per_iteration - self.skipped_steps
 
     def tokens_per_second(self):
@@ -86,13 +85,13 @@ class MetricsAccumulator:
         return {name: total / tokens for name, (total, tokens, _) in rows if tokens}
 
     def sequences(self):
-        """{source: sequences of it in all steps, also in those that were skipped}."""
+        """{source: number of its sequences in all steps, including skipped ones}."""
         rows = zip(self.names, self.losses[:, 2].tolist(), self.skipped_sequences, strict=True)
         return {name: seen + skipped for name, seen, skipped in rows}
 
     def head_figures(self, high, parallel):
-        """``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if the
-        sums of some are not known."""
+        """``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if some
+        sums are unknown."""
         if not self.layers or not self.tokens or self.routers.isnan().all():
             return None
         sequences = self.losses[:, 2].tolist()
@@ -101,7 +100,7 @@ class MetricsAccumulator:
         return head_figures(self.layers, sums, self.names, sequences, length, high, parallel)
 
     def state(self):
-        """JSON-able; ``restore`` takes it back."""
+        """The sums as a JSON-able object; ``restore`` reads it."""
         sums = {"losses": self.losses.tolist(), "routers": self.routers.tolist()}
         return sums | {name: getattr(self, name) for name in COUNTED}
 

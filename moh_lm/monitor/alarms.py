@@ -1,8 +1,9 @@
-"""Alarms: an event when something begins to go wrong, and one when it is over; nothing in between.
+"""Alarms: one event when something begins to go wrong, and one when it is over.
 
-docs/monitoring.md says when each of them fires. A running median is over the last ``WINDOW`` intervals at which the
-alarm did not hold, and counts from ``ENOUGH`` of them on. What has fired is part of a checkpoint: a resumed run does
-not fire again. A person reads the lines of ``Announcer``, which are fewer than the events.
+docs/monitoring.md says when each of them fires. A running median covers the last ``WINDOW`` intervals in which the
+alarm's condition did not hold, and is used once there are ``ENOUGH`` of them. Checkpoints record which alarms have
+fired, so a resumed run does not fire them again. People read the lines of ``Announcer``, of which there are fewer than
+events.
 
 The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
 of every prefix within less than one of its share.
@@ -23,7 +24,8 @@ PLACES = {SOURCE: "source", SLOW_RANK: "rank"}  # of kinds that are not about a 
 
 
 class Alarms:
-    """What fires, and for how long. A condition is (kind, layer or source or rank, routed head); either may be None.
+    """The alarms that fire. A condition is (kind, place, head); place is a layer, source or rank, head a routed head.
+    Either may be None.
 
     settings: ``AlarmConfig``. layers: ``RoutedLayer``s. shares: {source: its share of the mix}.
     """
@@ -39,10 +41,10 @@ class Alarms:
         self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
 
     def check(self, accumulator, figures, ranks=()):
-        """[facts for the event log] of the alarms that begin, and of those that end, with an interval.
+        """[facts for the event log] of the alarms that begin or end with an interval.
 
-        accumulator: ``MetricsAccumulator`` of the interval. figures: of its heads, or None. ranks:
-        of ``rank_figures``.
+        accumulator: ``MetricsAccumulator`` of the interval. figures: its ``head_figures``, or None. ranks: result of
+        ``rank_figures``.
         """
         held = dict(self.dead_sources(accumulator))
         if accumulator.timed_tokens:
@@ -116,7 +118,8 @@ class Alarms:
             yield (SLOW_RANK, slowest.rank, None), text
 
     def beyond(self, key, value, low, high):
-        """The running median if ``value`` is below ``low`` or above ``high`` times it; else None, and it counts.
+        """The running median if ``value`` is below ``low`` or above ``high`` times it. Otherwise None, and ``value``
+        enters the median.
 
         low, high: 0 for no limit.
         """
@@ -150,7 +153,7 @@ class Alarms:
             yield (SOURCE, name, None), text
 
     def state(self):
-        """JSON-able; ``restore`` takes it back."""
+        """The alarms' state as a JSON-able object; ``restore`` reads it."""
         return {
             "streaks": [[*condition, number] for condition, number in self.streaks.items()],
             "ringing": [[*condition, number] for condition, number in self.firing.items()],
@@ -170,14 +173,14 @@ class Alarms:
             self.forget(SOURCE)
 
     def forget(self, *kinds):
-        """Start over with the alarms of these kinds: what is to come is no continuation of what was."""
+        """Reset the alarms of these kinds, because later values are not comparable with earlier ones."""
         self.streaks = {condition: number for condition, number in self.streaks.items() if condition[0] not in kinds}
         self.firing = {condition: quiet for condition, quiet in self.firing.items() if condition[0] not in kinds}
         self.history = {key: values for key, values in self.history.items() if key[0] not in kinds}
 
 
 def grouped(event, conditions, details, unit):
-    """One ``facts`` for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.
+    """One object of facts for all ``conditions`` of a kind and place. ``details``: {condition: text about it}.
 
     unit: what an expert is called.
     """
@@ -199,7 +202,7 @@ def grouped(event, conditions, details, unit):
 class Announcer:
     """Lines about alarms for a person: one for all of a kind that begin together, and one for those that end together.
 
-    After its lines a kind is silent for ``AGAIN`` intervals; the next ones are about all that happened meanwhile.
+    After a line a kind is silent for ``AGAIN`` intervals; its next line covers everything that happened meanwhile.
     """
 
     def __init__(self):
@@ -207,7 +210,7 @@ class Announcer:
         self.silent = {}  # {kind: intervals left}
 
     def lines(self, found):
-        """The lines of an interval. found: of ``Alarms.check``."""
+        """The lines of an interval. found: result of ``Alarms.check``."""
         for facts in found:
             self.waiting.setdefault(facts["alarm"], []).append(facts)
         self.silent = {kind: left - 1 for kind, left in self.silent.items() if left > 1}

@@ -1,6 +1,6 @@
-"""What a person at a terminal sees of a run besides its lines: colours, and a bar with the time left.
+"""Output for people at a terminal in addition to a run's lines: colours, and a bar with the time left.
 
-Output that goes to a file or to another program has neither, so that it reads the same everywhere.
+Output to a file or to another program has neither, so that it reads the same everywhere.
 """
 
 import os
@@ -27,7 +27,7 @@ def styled(text, style):
 def show_progress(step, steps, first_step, seconds):
     """Draw a bar on a terminal on which nothing was printed for ``QUIET_S``; the next line takes its place.
 
-    step: iterations done, of ``steps``; those since ``first_step`` took so many ``seconds``.
+    step: iterations done, of ``steps``. seconds: time that the iterations since ``first_step`` took.
     """
     output = sys.stdout
     if isinstance(output, Output) and output.isatty() and output.quiet_seconds() >= QUIET_S:

@@ -1,11 +1,11 @@
-"""events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
+"""events.jsonl, the record of what happened to a run besides its steps, and files of rows that survive a full disk.
 
 One object per event: "time" (UTC), "event", "step", and facts. Events: import, started, saved, resumed, damaged,
 skipped, spike, stopped, complete, failed, after-save failed, data changed, routing changed, loss changed, training
 changed, dense warm-up over, alarm, alarm over. Lines are only ever added, so the file also remembers that there once
 were checkpoints.
 
-A log is not worth ending a run for: what cannot be written now is written later.
+A log is not worth ending a run for: rows that cannot be written now are written later.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ WARNINGS = ("alarm", "damaged", "failed", "skipped", "spike")  # events that a t
 
 
 class Rows:
-    """A file of JSON objects, one per line, to which ``add`` appends: whole lines, or for now nothing."""
+    """A file of JSON objects, one per line. ``add`` appends whole lines; if it cannot, it tries again with the next
+    ones."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -48,7 +49,8 @@ class Rows:
 
 
 def complete_rows(path):
-    """[(line, object)] of a file of ``Rows`` with steps; none without the file. Lines that a crash cut are left out."""
+    """[(line, object)] of a file of ``Rows`` with steps; empty if the file is missing. Lines that a crash cut off are
+    left out."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):

@@ -1,6 +1,6 @@
-"""Figures about heads, from the sums of an interval: how evenly they are used, by whom, with what gates, at what price.
+"""Metrics of heads from the sums of an interval: how evenly they are used, by which sources, and with which gates.
 
-The heads are key/value groups with --routing-unit key_value_group. docs/monitoring.md has the formulas.
+With --routing-unit key_value_group, heads are key/value groups here. docs/monitoring.md has the formulas.
 """
 
 import math
@@ -13,12 +13,12 @@ ALWAYS = 0.95  # a load that no token's choice explains any more, where all but 
 
 
 def fair_load(layer, load):
-    """The load of each head if all had the same: load is that of each, [E]."""
+    """The load that each head would have if all loads were equal. load: [E], the load of each head."""
     return sum(load) / len(load) if layer.varies and len(load) else layer.uniform_load
 
 
 def high_load(fair, high):
-    """The load above which a head is overused: ``high`` times its ``fair`` one, at most ``ALWAYS``; 0: no limit."""
+    """The load above which a head is overused: ``high`` times the ``fair`` load, at most ``ALWAYS``; 0: no limit."""
     return min(high * fair, ALWAYS) if high else math.inf
 
 
@@ -26,10 +26,10 @@ def high_load(fair, high):
 def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     """{"layer": [number of each layer], "load": [[E] of each], "entropy", ..., "source_load"}.
 
-    layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)], of ``RouterStatistics``, float64. sequences: [sources],
-    summed over, each of ``seq_length`` tokens. ``load_evenness`` and balance_loss are None in layers without
-    routed heads, a1 in those without the second stage. source_load: {source that was seen: [[E] of each layer]},
-    source_gate_rms: {source that was seen: [of each layer]}.
+    layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)] float64, the sums of ``RouterStatistics``. sequences:
+    [sources], the number of sequences in these sums, each of ``seq_length`` tokens. ``load_evenness`` and balance_loss
+    are None in layers without routed heads, a1 in those without the second stage. source_load: {source that was seen:
+    [[E] of each layer]}, source_gate_rms: {source that was seen: [of each layer]}.
     """
     figures, source_load, source_rms = {"layer": [layer.index for layer in layers]}, {}, {}
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)
@@ -61,9 +61,9 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
 
 
 def load_evenness(layer, counts, load, high, parallel):
-    """How evenly the routed heads of a layer are used; None of a layer without any. counts, load: [E].
+    """How evenly the routed heads of a layer are used; None for a layer without any. counts, load: [E].
 
-    tensor_parallel_imbalance and context_parallel_imbalance: with several such ranks only.
+    tensor_parallel_imbalance and context_parallel_imbalance exist only with several such ranks.
     """
     tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
     ranks = {kind: number for kind, degree, number in (("tensor", tp, tp), ("context", cp, tp * cp)) if degree > 1}

@@ -1,7 +1,7 @@
 """A picture of the load of every head for TensorBoard: a row for each layer, a column for each head, the scale below.
 
-Colours go from 0 to 100% of the tokens, so that pictures of all steps and sources can be compared. They are those of
-the page of a run, which has them from matplotlib (cividis). Heads that no router chooses are grey.
+Colours go from 0 to 100% of the tokens, so that pictures of all steps and sources can be compared. They are the colours
+of the run report (matplotlib's cividis). Heads that no router chooses are grey.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""What a run says about itself: config.json, a console line per interval, metrics.jsonl, TensorBoard, Weights & Biases.
+"""What a run reports: config.json, a console line per interval, metrics.jsonl, TensorBoard, Weights & Biases.
 
-Rank 0 writes; a resumed run first drops what it wrote after its checkpoint. docs/monitoring.md has every figure with
-its formula. TensorBoard shows tags by the alphabet: their names put the loss first.
+Rank 0 writes; a resumed run first drops rows that were written after its checkpoint. docs/monitoring.md has every
+metric with its formula. TensorBoard sorts tags by name, and their names put the loss first.
 """
 
 import math
@@ -25,7 +25,7 @@ SHOWN_HEADS = (
 class RunLog:
     """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Writers``.
 
-    first_step: iterations done when the run starts or resumes; anything logged for later ones is dropped.
+    first_step: iterations done when the run starts or resumes; rows of later ones are dropped.
     """
 
     def __init__(self, directory, first_step, config):
@@ -73,7 +73,7 @@ class RunLog:
                 self.writers.picture(tag, picture, step)
 
     def lines(self, record):
-        """The console's line of an interval, below the names of the figures for the first and every 20th of them."""
+        """The console's line of an interval; the first and every 20th line come below the names of the columns."""
         step, mfu = record["step"], record["runtime"]["mfu"]
         seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
         cells = (
@@ -92,7 +92,7 @@ class RunLog:
         return [styled(names, "head"), figures] if self.printed % 20 == 1 else [figures]
 
     def say(self, step, text, style=None, break_words=False):
-        """Print a text that belongs to ``step``, in the column of the lines of intervals."""
+        """Print a text that belongs to ``step``, aligned with the lines of intervals."""
         begin = f"{step}/{self.train_iters}".rjust(self.step_width) + "  "
         text = wrapped(begin + text, len(begin), break_words)
         print(styled(text, style) if style else text, flush=True)
@@ -102,8 +102,8 @@ class RunLog:
         show_progress(step, self.train_iters, self.first_step, time.perf_counter() - self.started)
 
     def evaluation(self, step, losses, bytes_per_token=None, sinks=None):
-        """Log the validation loss of each source; of text its exponential, the perplexity of a token, and its bits per
-        byte too. sinks: {source: ``Sinks.means``}, of text."""
+        """Log the validation loss of each source, and for text also the perplexity and the bits per byte. sinks:
+        {source: ``Sinks.means``}, for text."""
         record = {"step": step, "evaluation": losses, "evaluation_mean": sum(losses.values()) / len(losses)}
         scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
         scalars["loss/validation"] = record["evaluation_mean"]
@@ -142,7 +142,7 @@ class RunLog:
         self.writers.draw("add_text", "samples", text, step)
 
     def alarm(self, step, text):
-        """Print a line about alarms and draw it; events.jsonl has their facts."""
+        """Print a line about alarms and send it to the writers; events.jsonl has the facts."""
         text = f"step {step}: {text}"
         print(styled(wrapped(text, 2), "warning"), flush=True)
         self.writers.alarm(text, step)
@@ -155,7 +155,8 @@ class RunLog:
 
 
 def head_scalars(model, figures, with_loads):
-    """{TensorBoard's tag: value} of ``head_figures``: what sums up the loads of a layer; with_loads: also each load."""
+    """{TensorBoard's tag: value} of ``head_figures``: metrics of each layer, and with ``with_loads`` the load of each
+    head."""
     found = {}
     for place, layer in enumerate(model.gated_layers() if figures else ()):
         tag = f"routed_heads/layer_{layer.index:02d}"

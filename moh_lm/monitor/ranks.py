@@ -1,8 +1,8 @@
-"""What each rank tells about an interval of the log: its waits for data, its memory, and the time of its own work.
+"""What each rank reports about a log interval: its waits for data, its memory, and the time of its own work.
 
-All ranks of a step end it together, so that the time of a step never says which of them is slow. A rank's own work is
-its wait for data and its forward passes, in which ranks with other samples do not wait for one another. Forward passes
-hold waits inside a tensor-parallel or context-parallel group, and everywhere with ZeRO stage 3.
+All ranks end a step together, so the time of a step never shows which of them is slow. A rank's own work is its wait
+for data and its forward passes, in which ranks with other samples do not wait for one another. Forward passes include
+waits within a tensor-parallel or context-parallel group, and with ZeRO stage 3 for all ranks.
 """
 
 import resource
@@ -18,7 +18,7 @@ from moh_lm.parallel.groups import group_rank
 
 class RankFigures(NamedTuple):
     """data: seconds per step that the rank waited for its batches. own: these and its forward passes. memory: bytes,
-    see ``peak_memory``. stage: of the pipeline; only ranks of the same stage have the same work."""
+    see ``peak_memory``. stage: pipeline stage; only ranks of the same stage have the same work."""
 
     data: float
     own: float
@@ -27,7 +27,8 @@ class RankFigures(NamedTuple):
 
 
 class SlowestRank(NamedTuple):
-    """The rank whose own work takes longest beside that of its stage. seconds, median: per step, of it and of them."""
+    """The rank whose own work takes longest relative to its stage. seconds: its time per step. median: that of its
+    stage."""
 
     rank: int
     seconds: float
@@ -35,9 +36,9 @@ class SlowestRank(NamedTuple):
 
 
 class ForwardTimer:
-    """The time that the training passes forward of ``model`` take on the device.
+    """The time that the forward passes of ``model`` in training take on the device.
 
-    On a GPU events mark their ends; ``take`` reads them when the step has waited for the device anyway.
+    On a GPU, events mark their beginning and end; ``take`` reads them after the step has waited for the device anyway.
     """
 
     def __init__(self, model, device):
@@ -58,7 +59,7 @@ class ForwardTimer:
         return event
 
     def take(self):
-        """Seconds of the passes since the last call. The device has done all of their work."""
+        """Seconds of the passes since the last call. The device has completed their work."""
         pairs, self.marks = list(zip(self.marks[::2], self.marks[1::2], strict=True)), []
         if self.device.type == "cpu":
             return sum(end - begin for begin, end in pairs)
@@ -81,7 +82,7 @@ def slowest_rank(ranks):
 
 
 def peak_memory(device):
-    """Bytes: the most that the device's allocator has given out; on a CPU the most that the process held."""
+    """Peak bytes handed out by the device's allocator, or on a CPU the peak memory of the process."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.get_device_module(device).max_memory_allocated(device)

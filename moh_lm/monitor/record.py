@@ -1,6 +1,6 @@
-"""The rows of metrics.jsonl: what one of them holds, and which of them a resumed run keeps.
+"""The rows of metrics.jsonl: what a row holds, and which rows a resumed run keeps.
 
-docs/monitoring.md has every figure with its formula.
+docs/monitoring.md has every metric with its formula.
 """
 
 import math
@@ -13,9 +13,9 @@ from moh_lm.monitor.ranks import slowest_rank
 
 
 def training_record(config, dataset, accumulator, step, rate, grad_norm, figures, ranks, device, flops):
-    """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
+    """The object of metrics.jsonl for the interval that ends after ``step``; its head metrics are rounded.
 
-    figures: ``MetricsAccumulator.head_figures``. ranks: of ``rank_figures``. flops: of a token, as
+    figures: ``MetricsAccumulator.head_figures``. ranks: result of ``rank_figures``. flops: FLOPs per token, from
     ``flops_per_token`` of moh_lm.cost.flops.
     """
     run, losses, speed = config.run, accumulator.source_losses(), accumulator.tokens_per_second()
@@ -47,7 +47,7 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
 
 
 def utilization(config, model, tokens_per_second, world_size, device, figures, flops):
-    """MFU: {"dense", "active"} of ``flops``, over the peak of all devices; {} where that is not known."""
+    """MFU: {"dense", "active"} of ``flops`` over the peak of all devices; {} if the peak is unknown."""
     peak = peak_flops(config.run, device)
     if peak is None:
         return {}
@@ -57,7 +57,7 @@ def utilization(config, model, tokens_per_second, world_size, device, figures, f
 
 
 def bits_per_byte(losses, bytes_per_token):
-    """{source: loss in bits over its bytes per token}, of the sources whose bytes are known."""
+    """{source: loss in bits over its bytes per token}, for sources whose bytes are known."""
     known = {name: size for name, size in bytes_per_token.items() if size}
     return {name: loss / math.log(2) / known[name] for name, loss in losses.items() if name in known}
 
@@ -68,7 +68,7 @@ def rounded(value):
 
 
 def finite(value):
-    """``value`` with null for numbers that JSON has no word for."""
+    """``value`` with null in place of numbers that JSON cannot represent."""
     return each_float(value, lambda number: number if math.isfinite(number) else None)
 
 

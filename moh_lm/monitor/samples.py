@@ -1,8 +1,8 @@
-"""What a model writes while it trains: every evaluation continues the texts of --sample-prompts, greedily.
+"""Sample text during training: every evaluation continues the prompts of --sample-prompts greedily.
 
 The forward pass of the evaluation gives each new token, in every layout and without a second copy of the model: the
-label of the last token asks for the most likely one in place of a loss. RUN/samples.jsonl has a row for each text and
-evaluation, {"step", "prompt", "text"}; the page of the run shows them.
+label of the last token requests the most likely token in place of a loss. RUN/samples.jsonl has a row for each prompt
+and evaluation, {"step", "prompt", "text"}; the run report shows them.
 """
 
 import re
@@ -14,9 +14,9 @@ from moh_lm.parallel.cross_entropy import MOST_LIKELY
 
 
 class Samples:
-    """The texts of ``config.run.sample_prompts``, and how a model continues them.
+    """The prompts of ``config.run.sample_prompts``, and how a model continues them.
 
-    tokenizer: path of the data's, or None. Raises ConfigError if a text has no token in it.
+    tokenizer: path of the data's tokenizer, or None. Raises ConfigError if a prompt has no tokens.
     """
 
     def __init__(self, config, tokenizer):
@@ -33,9 +33,9 @@ class Samples:
             raise ConfigError([f"--sample-prompts {empty[0]!r}: contains no tokens; give some text"])
 
     def continued(self, evaluate_rows, *share):
-        """What follows each prompt, [str], up to the end of the document; every rank calls it together.
+        """The continuation of each prompt, [str], up to the end of the document; all ranks call it together.
 
-        evaluate_rows: of the engine. share: of ``labelled_rows``.
+        evaluate_rows: the method of the engine. share: further arguments of ``labelled_rows``.
         """
         texts = [list(tokens) for tokens in self.tokens]
         for _ in range(self.run.sample_tokens):
@@ -46,6 +46,6 @@ class Samples:
         return [self.written(prompt, text[len(prompt) :]) for prompt, text in zip(self.tokens, texts, strict=True)]
 
     def written(self, prompt, tokens):
-        """The text of ``tokens``, which ends before the first that ends a document or stands for no text."""
+        """The text of ``tokens`` before the first one that ends a document or stands for no text."""
         ends = [token == self.tokenizer.eos_id() or token >= self.tokenizer.vocab_size() for token in tokens]
         return continuation(self.tokenizer, prompt, tokens[: [*ends, True].index(True)])

@@ -1,4 +1,4 @@
-"""Where a run takes place: its devices and the versions of what it is built on, for events.jsonl and the run report."""
+"""The environment of a run: its devices and the versions of its libraries, for events.jsonl and the run report."""
 
 import contextlib
 import platform

@@ -1,4 +1,4 @@
-"""Multiple-choice tasks scored while a model trains, as lm-evaluation-harness scores them on its export.
+"""Multiple-choice tasks that are scored during training as lm-evaluation-harness scores them on an export.
 
 ``tools/evaluate_prepare.py`` writes the tasks once, with the harness's own prompts, as JSON lines:
 
@@ -36,8 +36,8 @@ class Question(NamedTuple):
 class Tasks:
     """The questions of ``config.run.eval_tasks`` by task, and a rank's share of their choices as micro-batches.
 
-    tokenizer: path of the data's, or None. Raises ConfigError if it is not a file of tasks, has a question without a
-    meaning, or was made for another tokenizer, vocabulary or length.
+    tokenizer: path of the data's tokenizer, or None. Raises ConfigError if the file does not hold tasks, has an invalid
+    question, or was made for another tokenizer, vocabulary or length.
     """
 
     def __init__(self, config, tokenizer):
@@ -82,7 +82,8 @@ class Tasks:
 
 
 def row_problems(rows, vocab_size, longest, shown=8):
-    """Sentences for the questions that have no meaning, with their lines: the first ``shown``, and how many more."""
+    """Sentences for the invalid questions with their lines: the first ``shown`` of them, and how many more there
+    are."""
     if not rows:
         return ["has no question"]
     found = [(line, problem) for line, row in enumerate(rows, 2) if (problem := row_problem(row, vocab_size, longest))]
@@ -91,7 +92,8 @@ def row_problems(rows, vocab_size, longest, shown=8):
 
 
 def row_problem(row, vocab_size, longest):
-    """What is wrong with a question, or None. An answer without a token would win, and a gold of -1 be the last."""
+    """What is wrong with a question, or None. An answer without tokens would always win, and a gold of -1 would mean
+    the last choice."""
     if not isinstance(row, dict) or not {"task", "gold", "choices"} <= row.keys():
         return "is not a question with task, gold and choices"
     task, gold, choices = row["task"], row["gold"], row["choices"]

@@ -1,9 +1,9 @@
-"""Where figures are looked at: TensorBoard, and Weights & Biases if --wandb names a project.
+"""Programs that show metrics: TensorBoard, and Weights & Biases if --wandb names a project.
 
-Neither is worth ending a run for: what fails says so once, and gets no more until the run is restarted.
+Neither is worth ending a run for: one that fails is reported once, and receives nothing more until the run restarts.
 
-TensorBoard drops what a run wrote after the checkpoint that it resumes from. Weights & Biases continues the same
-run, whose id is in wandb.json; it ignores steps that it has, and a resumed run has the same figures for them.
+TensorBoard drops what a run wrote after the checkpoint from which it resumes. Weights & Biases continues the same run,
+whose id is in wandb.json. It ignores steps that it already has, for which a resumed run has the same metrics.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from moh_lm.parsing import parse_json
 class Writers:
     """TensorBoard below ``directory``, and the ``project`` of Weights & Biases.
 
-    first_step: iterations done when the run starts or resumes. settings: what Weights & Biases shows as configuration.
+    first_step: iterations done when the run starts or resumes. settings: the configuration that Weights & Biases shows.
     """
 
     def __init__(self, directory, first_step, project="", settings=None):

@@ -1,7 +1,8 @@
 """What the ranks of a run decide together.
 
-One rank that sees another directory, other data or a damaged file must stop all of them, before a collective that the
-others would wait in for ever. So whatever may differ between ranks is decided by rank 0 or by all of them together.
+If one rank sees a different directory, different data or a damaged file, all ranks must stop before a collective in
+which the others would wait forever. Whatever may differ between ranks is therefore decided by rank 0, or by all ranks
+together.
 """
 
 import socket
@@ -27,7 +28,7 @@ def from_all_ranks(value):
 
 
 def problems_of_all_ranks(problems):
-    """The problems of every rank, each once."""
+    """The problems of all ranks, without duplicates."""
     return list(dict.fromkeys(chain(*from_all_ranks(problems))))
 
 
@@ -39,7 +40,8 @@ def set_on_any_rank(flags, device):
 
 
 def all_ranks_or_raise(work):
-    """What ``work()`` returns on this rank. If a file fails it on any rank, every rank raises the same ConfigError."""
+    """What ``work()`` returns on this rank. If it fails because of a file on any rank, every rank raises the same
+    ConfigError."""
     result, problems = None, []
     try:
         result = work()
@@ -55,5 +57,6 @@ def all_ranks_or_raise(work):
 
 
 def on_rank_zero(work):
-    """What ``work()`` returns on rank 0, which alone does it. Raises ConfigError as ``all_ranks_or_raise`` does."""
+    """What ``work()`` returns on rank 0, the only rank that calls it. Raises ConfigError as ``all_ranks_or_raise``
+    does."""
     return from_rank_zero(all_ranks_or_raise(work if dist.get_rank() == 0 else lambda: None))

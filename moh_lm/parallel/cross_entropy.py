@@ -6,9 +6,10 @@
 With a z-loss, which keeps logits small (Chowdhery et al. 2022, arXiv 2204.02311), zeta (log sum_j exp(z_j))^2 is added,
 and the softmax in the gradient is multiplied by 1 + 2 zeta log sum_j exp(z_j).
 
-The logits of all tokens are by far the largest tensor of a step (65,536 for each token, in fp32). They are never all
-there: a chunk of tokens after another gives its losses and, at once, its part of both gradients, and its logits are
-forgotten. So the backward pass has nothing left to compute, and each product is computed once, as without chunks.
+The logits of all tokens are by far the largest tensor of a step (65,536 for each token, in fp32). They never exist all
+at once. Tokens are processed in chunks, each of which yields its losses and at the same time its part of both gradients
+before its logits are dropped. The backward pass has nothing left to compute, and every product is computed only once,
+as without chunks.
 
 Each rank sees its own slice of z; the maximum, the sum and the logit of the label are combined by all-reduce, so no
 rank ever holds all logits of a token. Softmax and sums over tokens are fp32 or wider.
@@ -25,11 +26,11 @@ CHUNK_BYTES = 2**30  # of the fp32 logits of a chunk: 4,096 tokens of 65,536
 def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0, differentiate=None):
     """Mean loss over all positions, with gradients, and the loss of each position, without.
 
-    x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], of
-    the whole vocabulary, IGNORED, which gives 0 and counts in the mean, or MOST_LIKELY. z_loss: zeta, for the mean
-    only. differentiate: what turns the logits of a chunk into their gradient; ``torch_differentiate`` unless given.
-    Returns fp32 (or wider) tensors [] and [...], equal on every rank. The gradient of x is this rank's part of a sum
-    over the ranks.
+    x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], ids
+    of the whole vocabulary, IGNORED, which gives a loss of 0 that counts in the mean, or MOST_LIKELY. z_loss: zeta, for
+    the mean only. differentiate: the function that turns the logits of a chunk into their gradient; default:
+    ``torch_differentiate``. Returns fp32 (or wider) tensors [] and [...], equal on every rank. The gradient of x is
+    this rank's part of a sum over the ranks.
     """
     rows, targets, with_gradients = x.flatten(0, -2), labels.flatten(), torch.is_grad_enabled()
     settings = (partition, group, z_loss, differentiate or torch_differentiate, with_gradients)
@@ -77,8 +78,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 def torch_differentiate(logits, labels, partition, group, z_loss, count):
     """Losses and logsumexp of tokens, fp32 or wider [tokens]; the logits become the gradient of their mean loss.
 
-    logits: [tokens, vocab/tp], -inf in padding, in the dtype of the weights. labels: int64 [tokens]. count: tokens of
-    the mean, which includes the z-loss; None: no gradient is asked for, and the logits may become anything.
+    logits: [tokens, vocab/tp], -inf in padding, in the dtype of the weights. labels: int64 [tokens]. count: number of
+    tokens in the mean, which includes the z-loss; None: no gradient is needed, and the contents of ``logits`` are
+    undefined afterwards.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses, logsumexp = softmax_and_losses(z, labels, partition, group)

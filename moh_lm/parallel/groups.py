@@ -33,10 +33,9 @@ def sum_over_ranks(tensor, *groups):
 class ParallelGroups:
     """The groups that this rank belongs to.
 
-    tensor: ranks that hold the shards of the same layers and read the same samples.
-    data: ranks that hold the same shards and read different samples, or other parts of them: [data, context].
-    context: the ranks that share sequences, or None.
-    pipeline: ranks that hold consecutive layers of the same shards and pass on the same samples.
+    tensor: ranks that hold the shards of the same layers and read the same samples. data: ranks that hold the same
+    shards and read different samples, or different parts of them: [data, context]. context: the ranks that share
+    sequences, or None. pipeline: ranks that hold consecutive layers of the same shards and pass on the same samples.
     """
 
     tensor: dist.ProcessGroup | None = None

@@ -1,10 +1,11 @@
 """Which heads of a layer a tensor-parallel rank holds.
 
-Every rank holds the same share of the heads that are always on and of the others, so that none computes more than
-another. Files keep the canonical order, the heads that are always on first; ``HeadPartition`` maps one to the other.
+Every rank holds the same share of the always-on heads and of the other heads, so that no rank computes more than
+another. Files keep the canonical order, in which always-on heads come first; ``HeadPartition`` maps one order to the
+other.
 
-A rank holds whole key/value heads too, unless there are fewer of them than ranks: then it holds all of them, and takes
-those that its query heads use.
+A rank also holds whole key/value heads. If there are fewer of them than ranks, it holds all of them and uses those that
+its query heads need.
 
 Shapes: tp tensor-parallel ranks, h query heads.
 """
@@ -18,7 +19,8 @@ from moh_lm.parallel.layers import Partition
 
 
 class HeadPartition:
-    """The heads of a layer that this rank holds: its share of the ``always_on`` ones at the front, then of the others.
+    """The heads of a layer that this rank holds: first its share of the ``always_on`` heads, then its share of the
+    others.
 
     ranges: (start, stop) of their canonical numbers, in local order; the first ``num_always_on`` are always on.
     """
@@ -39,7 +41,7 @@ class HeadPartition:
         return torch.cat([gates[..., start:stop] for start, stop in self.ranges], dim=-1)
 
     def in_canonical_order(self, gathered):
-        """[..., h] rank after rank -> canonical order: those of all ranks that are always on, then the others."""
+        """[..., h] in the order of the ranks -> canonical order: the always-on heads of all ranks, then the others."""
         if self.group is None:
             return gathered
         of_ranks = gathered.unflatten(-1, (group_size(self.group), -1))  # [..., tp, h/tp]

@@ -1,8 +1,8 @@
 """Parallel layers: each rank holds a slice of each weight matrix (Shoeybi et al. 2019).
 
 A parameter carries its own description: ``partition`` says which rows or columns of the whole parameter this rank
-holds, ``init_std`` or ``init_value`` how it begins. Initialisation, checkpoints and export read these and know no names
-and no layers.
+holds, ``init_std`` or ``init_value`` says how it is initialised. Initialisation, checkpoints and export read these
+attributes and need to know neither names nor layers.
 
 Shapes: s sequence, b batch, tp ranks of the tensor-parallel group. Weights are [output, input] as in torch.nn.Linear.
 """
@@ -21,8 +21,8 @@ from moh_lm.parallel.mappings import replicate, scatter_sum
 class Partition:
     """The part of a whole parameter that this rank holds: ``ranges`` of dimension ``dim``, end to end.
 
-    size: length of ``dim`` in the whole parameter. padding: slots after the ranges that stand for nothing (a
-    vocabulary that does not divide); they are zero and never reach a file.
+    size: length of ``dim`` in the whole parameter. padding: unused slots after the ranges (for a vocabulary that does
+    not divide evenly); they are zero and are never saved.
     """
 
     dim: int
@@ -72,9 +72,9 @@ def make_parameter(shape, init_std=None, partition=None, init_value=1.0):
 class ColumnParallelLinear(nn.Module):
     """Y = X A^T with A = [A_1; ...; A_tp] split by outputs: x [s, b, input] -> [s, b, output/tp].
 
-    ``product`` of (x, weight) may be another than the whole one: the weight is there inside ``forward`` only (ZeRO-3).
-    By default it is the ``F.linear`` of the moment: DeepSpeed puts one in its place under ZeRO-3 that does not keep the
-    gathered weight until the backward pass.
+    ``product`` of (x, weight) may replace the ordinary product; under ZeRO-3 the weight exists inside ``forward`` only.
+    By default ``F.linear`` is looked up in each call, because DeepSpeed replaces it under ZeRO-3 by one that does not
+    keep the gathered weight until the backward pass.
     """
 
     def __init__(self, input_size, output_size, init_std, partition):
@@ -110,7 +110,8 @@ class KeyValueParallelLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """Y = X A^T, whole on every rank, where each uses it for its own heads: the weight's gradient is their sum."""
+    """Y = X A^T, whole on every rank. Each rank uses it for its own heads, so the weight's gradient is summed over
+    ranks."""
 
     def __init__(self, input_size, output_size, init_std, group):
         super().__init__()

@@ -1,13 +1,14 @@
 """The losses of a chunk of logits and, in their place, the gradient of the logits, by two Triton kernels.
 
-They compute what ``torch_differentiate`` of moh_lm/parallel/cross_entropy.py does, where the formulas stand. That form
-passes over fp32 logits ten times: about 60 bytes for a logit in bf16. These read every logit twice and write it once:
+They compute the same as ``torch_differentiate`` of moh_lm/parallel/cross_entropy.py, which gives the formulas. That
+function passes over fp32 logits ten times and moves about 60 bytes for each bf16 logit. These kernels read every logit
+twice and write it once:
 
     stats       m = max_j z_j, sum_j exp(z_j - m) and z_label, of one rank's slice of the vocabulary
     gradient    z <- (softmax(z) (1 + 2 zeta log sum_j exp(z_j)) - [j = label]) / count, and 0 for ignored labels
 
-Between them the ranks of the vocabulary combine their three numbers of a token. Sums are fp32, or fp64 of fp64 logits,
-and the gradient is rounded to the dtype of the logits once.
+Between the two, the ranks that share the vocabulary combine their three numbers for each token. Sums are fp32, or fp64
+for fp64 logits, and the gradient is rounded to the dtype of the logits once.
 """
 
 import torch
@@ -47,8 +48,8 @@ def triton_differentiate(z, labels, partition, group, z_loss, count):
 def compare_with_torch(tokens, dtype, device, partition, group, z_loss):
     """The largest differences of the losses and gradients of both forms, (loss, gradient), for random logits.
 
-    The gradient's is relative to the largest gradient. Raises RuntimeError if one is more than rounding. Every rank of
-    ``group`` calls it together.
+    The difference of the gradients is relative to the largest gradient. Raises RuntimeError if a difference exceeds
+    rounding. All ranks of ``group`` call this together.
     """
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(tokens, partition.local_size(), device=device, generator=generator).mul_(4).to(dtype)

@@ -1,13 +1,13 @@
 """Context parallelism: several ranks share a sequence, for contexts that one device cannot hold.
 
-Between layers, and for queries, keys and values, each of cp ranks has a stretch of the sequence. Attention needs whole
-sequences but few heads. So the ranks exchange: before it tokens for heads, and after it heads for tokens (Ulysses:
-Jacobs et al. 2023, arXiv 2309.14509). Every other layer works on its own tokens. Weights are whole on every rank, and
-ZeRO shards them over context- and data-parallel ranks together.
+Between layers each of the cp ranks holds a contiguous part of the sequence. Attention needs whole sequences but can
+work on few heads. The ranks therefore exchange tokens for heads before attention, and heads for tokens after it
+(Ulysses: Jacobs et al. 2023, arXiv 2309.14509). Every other layer works on its own tokens. Weights are whole on every
+rank, and ZeRO shards them over context- and data-parallel ranks together.
 
     queries of all heads, own tokens   [s/cp, b, h, e]  ->  [s, b, h/cp, e]   own heads, all tokens
 
-A rank gets the same share of the heads that are always on and of the others, so that none computes more than another.
+Every rank gets the same share of the always-on heads and of the others, so that none computes more than another.
 
 Shapes: s sequence, b batch, h heads of this tensor-parallel rank, cp ranks that share a sequence.
 """
@@ -23,8 +23,8 @@ from torch import nn
 
 
 class ContextGroups(NamedTuple):
-    """ranks: those that share a sequence and hold the same shards. sequence: with their tensor-parallel neighbours, in
-    the order of the slices of the sequence that they have between layers."""
+    """ranks: the ranks that share a sequence and hold the same shards. sequence: these and their tensor-parallel
+    neighbours, in the order of the sequence slices that they hold between layers."""
 
     ranks: dist.ProcessGroup
     sequence: dist.ProcessGroup
@@ -42,7 +42,7 @@ def local_shard(tensor, context):
 
 
 def order_of_ranks(num_heads, leading, size):
-    """Numbers of the heads, those of the first of ``size`` ranks first: of each its leading ones, then its others."""
+    """Head numbers in the order of the ``size`` ranks: for each rank its leading heads, then its others."""
     parts = [range(leading), range(leading, num_heads)]
     shares = [(part, len(part) // size) for part in parts]
     return [head for rank in range(size) for part, n in shares for head in part[rank * n : (rank + 1) * n]]
@@ -50,7 +50,8 @@ def order_of_ranks(num_heads, leading, size):
 
 def keys_of_ranks(order, shared_by, size):
     """Numbers of the key/value heads, each shared by ``shared_by`` heads, that the ranks' heads need, in the ``order``
-    of these; each for as many in a row as it can be for all, and so perhaps more than once."""
+    of these heads. Each entry serves the same number of consecutive heads, so a key/value head may occur more than
+    once."""
     keys, share = [head // shared_by for head in order], len(order) // size
     ranks = [keys[first : first + share] for first in range(0, len(keys), share)]
     return keys[:: math.gcd(*(len(list(run)) for rank in ranks for _, run in groupby(rank)))]
@@ -64,7 +65,8 @@ def picked(tensor, dim, numbers):
 
 @functools.lru_cache(maxsize=64)
 def on_device(numbers, device):
-    """Copied once: an index that is a list is copied each time, and a GPU has then to be waited for."""
+    """An index as a tensor that is copied once; a list would be copied in each call, and the GPU would have to be
+    waited for."""
     return torch.tensor(numbers, device=device)
 
 
@@ -79,7 +81,7 @@ class UlyssesExchange:
         self.places = sorted(range(num_heads), key=self.order.__getitem__)  # where each head is in that order
 
     def own(self, per_head):
-        """Of what there is for every head, [h, ...], that of this rank's: [h/cp, ...]."""
+        """The part for this rank's heads, [h/cp, ...], of a tensor with a row for every head, [h, ...]."""
         return picked(per_head, 0, self.order).chunk(self.size)[self.context.rank()]
 
     def to_heads(self, *tensors):
@@ -111,7 +113,7 @@ class UlyssesAttention(nn.Module):
         self.core, self.exchange = core, exchange
 
     def forward(self, query, key, value, gates=None, selected=None, mask=None):
-        """See ``CoreAttention``; of this rank's tokens and all heads. mask: of whole sequences."""
+        """See ``CoreAttention``. Inputs and output hold this rank's tokens and all heads. mask: for whole sequences."""
         query, key, value = self.exchange.to_heads(query, key, value)
         if gates is not None:
             per_head = [gates] if selected is None else [gates, selected.to(gates.dtype)]

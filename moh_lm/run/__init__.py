@@ -1,1 +1,1 @@
-"""The run: its program, loop, state, and resumption."""
+"""A run: its program, its loop, its state, and how it resumes."""

@@ -1,6 +1,6 @@
-"""--after-save: a command of the user's for every complete checkpoint, in the background, one after the other.
+"""--after-save: runs the user's command for every complete checkpoint, in the background, one at a time.
 
-What it does is not the run's business: a command that fails, or cannot be started, is reported and the run goes on.
+A command that fails or cannot be started is reported, and the run continues.
 """
 
 import os
@@ -19,7 +19,7 @@ MOST_READ = 4096  # bytes at the end of a command's standard error
 class AfterSave:
     """Runs ``command``, a line for the shell with {path} for the step directory; rank 0 makes one with a command.
 
-    event_log: ``EventLog``, gets the failures. patience: seconds that ``close`` waits for the commands that are left.
+    event_log: ``EventLog`` for failures. patience: seconds that ``close`` waits for the remaining commands.
     """
 
     def __init__(self, command, event_log, patience):
@@ -30,7 +30,7 @@ class AfterSave:
         self.running = None  # (step, process, file of its standard error)
 
     def add(self, step, path):
-        """A checkpoint is complete."""
+        """Queue the command for a complete checkpoint."""
         if self.command:
             self.waiting.append((step, path))
             self.poll()
@@ -72,7 +72,7 @@ class AfterSave:
         self.event_log.add("after-save failed", step, reason=reason)
 
     def close(self, progress):
-        """Wait for the commands that are left, and end what takes too long. progress: called meanwhile."""
+        """Wait for the remaining commands, and end those that take too long. progress: called meanwhile."""
         deadline = time.monotonic() + self.patience
         self.poll()
         while self.running and time.monotonic() < deadline:

@@ -36,7 +36,7 @@ START = 300  # seconds that the imports and the making of an engine may take bes
 
 
 def run_steps(task, config, dataset, device, stop, watchdog):
-    """From the last checkpoint, or the first step, to the last, or to the step after which ``stop`` is due.
+    """Train from the last checkpoint, or from the start, to the last step, or to the step after which ``stop`` is due.
 
     Returns whether the run is complete. Every rank calls it together.
     """
@@ -54,7 +54,7 @@ def run_steps(task, config, dataset, device, stop, watchdog):
 
 
 class Run:
-    """One start of a run on this rank. ``state`` is where it stands, ``stopping`` whether it was asked to stop.
+    """One start of a run on this rank. ``state`` is its position, ``stopping`` says whether it was asked to stop.
 
     task: ``Task``; the other arguments are those of ``run_steps``.
     """
@@ -90,7 +90,7 @@ class Run:
         return self.state.step >= self.config.run.train_iters
 
     def prepare(self):
-        """Open what the steps need, and evaluate what the run begins with."""
+        """Open what the steps need, and evaluate the initial model."""
         run, step, dataset = self.config.run, self.state.step, self.state.dataset
         self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
@@ -126,7 +126,7 @@ class Run:
         self.after_save.add(step, path)
 
     def step(self):
-        """One iteration, and what is due after it."""
+        """One iteration, with the log line, evaluation and checkpoint that are due after it."""
         run = self.config.run
         self.profile.begin(self.state.step + 1)
         rate, result = self.train()
@@ -149,7 +149,8 @@ class Run:
             self.log.progress(step)
 
     def train(self):
-        """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
+        """Train one iteration and return (learning rate, ``StepResult``). Raises BadNumbers, with the last checkpoint's
+        name."""
         config, run, state = self.config, self.config.run, self.state
         started = time.perf_counter()
         rate = learning_rate(state.step, config.optimizer, run.train_iters)
@@ -182,7 +183,7 @@ class Run:
         return rate, result
 
     def write_log(self, rate, result):
-        """The line of the interval that ends here, and the alarms that fire or end with it."""
+        """Write the line of the interval that ends here, and the alarms that begin or end with it."""
         config, step, accumulator = self.engine.config_now(), self.state.step, self.accumulator
         ranks = rank_figures(accumulator, self.groups, self.device)
         if self.log:
@@ -205,7 +206,7 @@ class Run:
         self.evaluation(self.state.step)
 
     def close(self):
-        """Wait until all is written, and record how the run ended."""
+        """Wait until everything is written, and record how the run ended."""
         self.profile.close()
         self.saver.close()
         self.after_save.close(self.watchdog.progress)
@@ -222,7 +223,7 @@ class Run:
         self.report()
 
     def report(self):
-        """The page of the run, if it is wanted."""
+        """Write the run report unless --run-report is false."""
         if self.log and self.config.run.run_report:
             report_run(self.config.run.checkpoint_dir, type(self.config))
 

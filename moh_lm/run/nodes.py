@@ -1,4 +1,4 @@
-"""Whether the nodes of a run work on the same thing: one run directory, one configuration, the same data."""
+"""A check that the nodes of a run share one run directory, one configuration and the same data."""
 
 import socket
 import time
@@ -11,7 +11,7 @@ from moh_lm.parallel.consensus import from_rank_zero, on_rank_zero, problems_of_
 
 
 def check_nodes(config, dataset):
-    """Raise ConfigError on every rank unless all of them have the same; every rank calls it together."""
+    """Raise ConfigError on every rank unless all of them have the same values; all ranks call it together."""
     marker = Path(config.run.checkpoint_dir) / from_rank_zero(f".seen-{time.time_ns()}")
     on_rank_zero(marker.touch)
     last = config.run.train_iters * config.run.global_batch_size

@@ -1,8 +1,8 @@
-"""A trace of some steps of a run, for those who look for where the time of a step goes: torch.profiler's.
+"""Traces some steps of a run with torch.profiler, to show where the time of a step goes.
 
 Each traced rank writes ``profile/steps-FROM-TO-rank-R.pt.trace.json.gz`` into the run directory, for Perfetto and
-TensorBoard, and of a GPU's memory ``...memory.pickle``, for https://pytorch.org/memory_viz. A profiler that fails ends
-no run: this rank says so.
+TensorBoard. A snapshot of a GPU's memory goes to ``...memory.pickle``, for https://pytorch.org/memory_viz. If the
+profiler fails, the rank prints a message and the run continues.
 """
 
 import sys
@@ -51,7 +51,7 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
 
     def end(self, step):
-        """The step of this number is over; after the last wanted one the files are written."""
+        """Note that this step is over; after the last wanted one the files are written."""
         if self.mark is not None:
             mark, self.mark, self.last = self.mark, None, step
             self.attempt(lambda: mark.__exit__(None, None, None))
@@ -75,7 +75,7 @@ class StepProfile:
         log_rank0(f"wrote the profile of steps {self.first} to {self.last} to {self.directory}")
 
     def attempt(self, work):
-        """``work()``; if it fails, say so and trace no further step."""
+        """Call ``work()``; if it fails, print a message and trace no further step."""
         try:
             work()
         except Exception as error:

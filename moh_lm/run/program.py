@@ -31,7 +31,7 @@ COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: 
 
 
 def main(given, task):
-    """Run what ``parse_flags`` gave, and exit. task: ``Task``."""
+    """Run the configuration that ``parse_flags`` returned, and exit. task: ``Task``."""
     with redirect_stdout(Output(sys.stdout, is_log=True)), redirect_stderr(Output(sys.stderr, is_log=True)):
         run_task(given, task)
 
@@ -78,7 +78,7 @@ def run_task(given, task):
 
 
 def describe(task, given, config, dataset, world_size):
-    """Print warnings of what is hardly meant, and what the run is; of a dry run all settings too."""
+    """Print warnings about suspicious settings and a summary of the run; for a dry run also the settings."""
     planned = config, dataset, world_size, given.device_name
     lines = [*idle_flags(given, config), *task.describe(*planned)]
     if given.dry_run:

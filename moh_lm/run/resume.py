@@ -1,8 +1,9 @@
-"""Resuming from the last sound checkpoint of a run.
+"""Resuming from the newest intact checkpoint of a run.
 
-All ranks verify the files together and hear one verdict before any of them loads. A damaged step is set aside under
-another name, loudly, and the one before it is used. Only what was read can be damaged: a file that cannot be read ends
-the run and changes nothing. Where all checkpoints are damaged, or gone and have left a trace, no run starts over.
+All ranks verify the files together and agree on the result before any of them loads a file. A damaged step is reported
+and set aside under another name, and the one before it is used. A file that cannot be read does not count as damaged:
+it ends the run and changes nothing. If all checkpoints are damaged, or if they are gone but left a trace, the run never
+silently starts over.
 """
 
 import contextlib
@@ -39,9 +40,10 @@ OF_TRAINING = (  # fields that change how a run is trained, beside those of the 
 
 
 def resume(task, state, event_log, progress):
-    """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's last sound checkpoint, if there is one.
+    """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's newest intact checkpoint, if there is one.
 
-    progress: called as it goes. Raises ConfigError if the run cannot resume with this configuration or these data.
+    progress: called while files are read. Raises ConfigError if the run cannot resume with this configuration or these
+    data.
     """
     config, directory = state.config, Path(state.config.run.checkpoint_dir)
     on_rank_zero(lambda: tidy(directory))
@@ -84,35 +86,35 @@ def resume(task, state, event_log, progress):
 
 
 def differing(names, before, now):
-    """{field: [value before, value now]} of those of the fields ``names`` that are not the same."""
+    """{field: [value before, value now]} for those fields in ``names`` that differ."""
     return {name: [before[name], now[name]] for name in names if before.get(name) != now.get(name)}
 
 
 def of_training(config):
-    """Names of the fields that change the training and none of what losses, model and data are."""
+    """Names of the fields that change how the run is trained, but not its losses, model or data."""
     names = (*OF_TRAINING, *(entry.name for _, entry in walk(config.optimizer)))
     return [name for name in names if name not in config.of_loss]
 
 
 def ranks_of(step):
-    """Ranks of the run that wrote a step directory: each of them wrote a file."""
+    """Number of ranks of the run that wrote a step directory, each of which wrote a file."""
     return sum(name.startswith("rank-") for name in read_entries(step))
 
 
 def of_data(config, before):
-    """A sentence for each field that says what is read, and is not as in ``before``, {field: value}."""
+    """A sentence for each field about the data that differs from ``before``, {field: value}."""
     fields = differing(config.of_data, before, config.to_dict())
     return [f"{flag(name)} was {was} and is {now}" for name, (was, now) in fields.items()]
 
 
 def warmup_is_cut(was, model, step):
-    """Whether the dense warm-up that the model ``was`` in ended earlier than ``step`` by that of now."""
+    """Whether the model ``was`` in a dense warm-up at ``step`` that the current configuration ends earlier."""
     last = step - 1
     return model.heads.head_selection == "mixture" and was.after(last) != was and model.after(last) == model
 
 
 def tidy(directory):
-    """Remove what a start that a crash cut short has left in a run directory."""
+    """Remove what an earlier start that crashed left behind in a run directory."""
     remove_leftovers(directory / "checkpoints")
     for pattern in (".seen-*", "*.json*.tmp*", "checkpoints/latest.tmp*"):
         for leftover in directory.glob(pattern):
@@ -120,7 +122,7 @@ def tidy(directory):
 
 
 def load(step, fragments, progress):
-    """``load_fragments``. Raises ConfigError if the files do not hold what they should."""
+    """Call ``load_fragments``. Raises ConfigError if the files do not hold what they should."""
     try:
         return load_fragments(step, fragments, progress)
     except ValueError as error:
@@ -133,9 +135,9 @@ def refuse_state(step, saved, model):
 
 
 def refuse_changes(task, step, saved, before, config, dataset):
-    """Raise ConfigError if ``config`` and ``dataset`` are another run than the one that wrote ``step``.
+    """Raise ConfigError if ``config`` and ``dataset`` belong to another run than the one that wrote ``step``.
 
-    saved: its state. before: its configuration, {field: value}.
+    saved: the state of ``step``. before: its configuration, {field: value}.
     """
     found = model_changes(before, config)
     if not config.data.allow_data_change and saved["step"]:
@@ -158,8 +160,8 @@ def refuse_changes(task, step, saved, before, config, dataset):
 def tokenizer_changes(step, saved, path):
     """A sentence if the tokenizer of the data, at ``path`` or None, is not that of ``step``.
 
-    A step of a run has the one of its data. An import has none, or the one that the data must have been made with, or
-    its source's tokenizer.json, which says nothing about data that were made with a tokenizer.model.
+    A step of a run holds the tokenizer of its data. An import holds none, or the one that the data must have been made
+    with, or its source's tokenizer.json, which does not rule out data that were made with a tokenizer.model.
     """
     files = read_entries(step)
     name = next((name for name in TOKENIZER_FILES if name in files), None)
@@ -181,7 +183,7 @@ def tokenizer_changes(step, saved, path):
 def model_changes(before, config):
     """Sentences for the fields of the model in which ``config`` differs from ``before``, {field: value}.
 
-    What changes the training of routers alone, and a mixture that loses its routers, may be allowed.
+    Changes to the training of routers alone, and dropping the routers of a mixture, can be allowed by a flag.
     """
     now, found = config.to_dict(), []
     for key in names_of(config.model):
@@ -221,14 +223,15 @@ def contradictions(config, dry_run=False):
 
 
 def with_model_of_run(config):
-    """``config`` with the model that the run has. What a refused flag would make of the run's other settings, such as a
-    window for each of its layers, is no mistake of the user."""
+    """``config`` with the model of the run. Conflicts that a refused flag would cause with the run's other settings,
+    such as a window for each of its layers, are then not reported as mistakes of the user."""
     model = newest_model(config.run.checkpoint_dir, type(config))[1] if config.run.checkpoint_dir else None
     return config if model is None else replace(config, model=model)
 
 
 def program_of(directory):
-    """The command of the run in a directory; None if there is none. Raises ConfigError for what cannot be read."""
+    """The command of the run in a directory; None if there is none. Raises ConfigError for a file that cannot be
+    read."""
     path = Path(directory) / "checkpoints"
     try:
         steps = list_steps(path)
@@ -241,10 +244,10 @@ def program_of(directory):
 
 
 def sound_step(directory, event_log, progress):
-    """The newest step whose files are what its manifest says; None if this run has never saved one.
+    """The newest step whose files match its manifest; None if this run has never saved one.
 
-    Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
-    if there were checkpoints and none is sound, or if a file cannot be read.
+    Rank 0 names the steps, each rank reads a share of the files, and all ranks learn the result. Raises ConfigError if
+    there were checkpoints and none is intact, or if a file cannot be read.
     """
     damaged = {}
     for step in on_rank_zero(lambda: list_steps(directory)):
@@ -265,7 +268,7 @@ def sound_step(directory, event_log, progress):
 
 
 def damage(step, progress):
-    """Sentences for what is wrong in this rank's share of a step, or for another step under its name."""
+    """Sentences for what is wrong in this rank's share of a step, or if the directory holds a different step."""
     found = verify(step, dist.get_rank(), dist.get_world_size(), progress)
     if found:
         return found
@@ -277,7 +280,7 @@ def damage(step, progress):
 
 
 def settle(sound, damaged, event_log):
-    """Give the ``damaged`` steps names that no run resumes from, and let ``latest`` name the ``sound`` one."""
+    """Rename the ``damaged`` steps so that no run resumes from them, and let ``latest`` name the ``sound`` one."""
     for step, problems in damaged.items():
         aside = free_name(step.with_name(f"damaged-{step.name}"))
         step.rename(aside)
@@ -287,13 +290,14 @@ def settle(sound, damaged, event_log):
 
 
 def free_name(path):
-    """``path``, or with a number after it if it is taken."""
+    """``path``, with a number appended if it already exists."""
     paths = chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
     return next(free for free in paths if not os.path.lexists(free))
 
 
 def trace_of_checkpoints(directory, event_log):
-    """What shows that there were checkpoints, or that files of the run were removed, where there are none; or None."""
+    """Evidence that a run directory without checkpoints once had some, or that files of the run were removed; or
+    None."""
     saved = event_log.last("saved")
     begun = event_log.last("import")
     if begun and not saved:

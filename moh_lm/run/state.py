@@ -13,7 +13,7 @@
     data                      what was read of which shards (moh_lm.data.segments)
     imported                  only of a run that began with an imported model: what the import said of it
 
-``RunState`` writes it and takes it back; nothing else in the code knows its keys but those who read one of them.
+``RunState`` writes and reads it; other code only knows the keys that it reads itself.
 """
 
 import math
@@ -27,7 +27,7 @@ KEYS = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard",
 
 
 class RunState:
-    """What the steps of a run change: the parts given, ``step`` (iterations done) and ``imported``."""
+    """Everything that the steps of a run change: the given parts, ``step`` (iterations done) and ``imported``."""
 
     def __init__(self, config, dataset, engine, accumulator, alarms):
         self.config = config
@@ -39,7 +39,7 @@ class RunState:
         self.imported = None
 
     def capture(self):
-        """The state, JSON-able. The same on every rank but for the alarms: rank 0 writes it."""
+        """The state, JSON-able. It is the same on every rank except for the alarms; rank 0 writes it."""
         consumed, routers = self.step * self.config.run.global_batch_size, self.engine.router_sums
         optimizer = self.engine.optimizer
         frozen = optimizer.frozen if self.config.optimizer.train_only == "all" else optimizer.steps
@@ -60,9 +60,10 @@ class RunState:
         }
 
     def restore(self, saved, changes=()):
-        """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data.
+        """Restore what ``capture`` returned; returns a sentence for each way in which the data differ from those of the
+        state.
 
-        changes: such sentences that the data set does not know of.
+        changes: more such sentences, about changes that the data set does not know.
         """
         self.step, self.imported = saved["step"], saved.get("imported")
         layers = len(self.engine.router_sums.shares)  # none where a mixture resumes without routers
@@ -99,7 +100,7 @@ def first_state(model, imported):
 
 
 def read_state(step):
-    """The state in the step directory ``step``. Raises ConfigError if it is none."""
+    """The state in the step directory ``step``. Raises ConfigError if it is not a state."""
     path = step / "state.json"
     try:
         state = read_json(path)

@@ -1,8 +1,8 @@
-"""A task: what is trained, as far as a run has to know it.
+"""A task: what a run has to know about what it trains.
 
 Program, loop and resumption are the same for text and for images; a ``Task`` says what differs. There are three:
-``TEXT`` of moh_lm/run/text.py, ``VIT`` and ``DIT`` of moh_lm/vision/task.py. What can be said without torch, such as
-the flags, is said by the class of the configuration.
+``TEXT`` of moh_lm/run/text.py, ``VIT`` and ``DIT`` of moh_lm/vision/task.py. The class of the configuration holds
+whatever does not need torch, such as the flags.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def nothing(*of):
 
 @dataclass(frozen=True)
 class Task:
-    """What a run needs to know of its task. Lines and sentences are for the user.
+    """What a run needs to know about its task. Lines and sentences are shown to the user.
 
     config_type        class of its configuration
     problems           (config, world_size) -> sentences for what is wrong with it

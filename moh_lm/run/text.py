@@ -1,4 +1,4 @@
-"""The task of language models: shards, the engine of tokens, and what an evaluation asks of held-out text."""
+"""The task of language models: shards, the text engine, and what an evaluation measures on held-out text."""
 
 import math
 import os
@@ -21,7 +21,7 @@ SINK_SAMPLES = 8  # held-out sequences of a source in which attention to the fir
 
 
 def open_data(config, problems, dry_run):
-    """The configuration and the shards. Raises ConfigError with every problem of both together."""
+    """The configuration and the shards. Raises ConfigError with the problems of both."""
     dataset = None
     absent = config.data.data_dir and not os.path.exists(config.data.data_dir)
     if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
@@ -100,7 +100,7 @@ def warnings(config, dataset, world_size, device=None):
 
 
 def budget_problems(config, saved, before):
-    """A sentence if a budget in tokens would be counted as if all that was read were of the --seq-length of now."""
+    """A sentence if a budget in tokens would be counted as if all samples had the current --seq-length."""
     run, consumed = config.run, saved["consumed_samples"]
     read = tokens_read(saved["data"]["segments"], consumed, run.seq_length)
     if read == consumed * run.seq_length:

@@ -1,6 +1,6 @@
-"""How a rank says why it ends: on standard error, once per node, and to torchrun, which prints it last.
+"""How a rank reports why it ends: on standard error, once per node, and to torchrun, which prints it last.
 
-It imports nothing slow: flags are wrong before the imports that take seconds.
+It imports nothing slow, so that wrong flags are reported before the imports that take seconds.
 """
 
 import contextlib
@@ -13,8 +13,9 @@ from pathlib import Path
 
 
 def report_errors(problems, speaker=0, program="moh_lm.pretrain"):
-    """Print what is wrong with the run of ``program`` once per node, by its rank ``speaker``: it may be wrong on one
-    node only. A rank whose launcher does not say which it is speaks too: there may be no other."""
+    """Print what is wrong with the run of ``program`` once per node, by the node's rank ``speaker``, because a problem
+    may exist on one node only. A rank whose launcher does not tell it its number prints as well, as it may be the only
+    one."""
     report_to_torchrun(problems)
     rank = int(os.environ.get("RANK", 0))
     if {"RANK", "LOCAL_RANK"} <= os.environ.keys() and int(os.environ["LOCAL_RANK"]) != speaker:
@@ -25,7 +26,7 @@ def report_errors(problems, speaker=0, program="moh_lm.pretrain"):
 
 
 def report_to_torchrun(problems):
-    """Have torchrun, if it started this rank, name the ``problems`` as the cause at the end of all that it prints."""
+    """Have torchrun, if it started this rank, name the ``problems`` as the cause at the end of its output."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and problems:
         cause = {"py_callstack": "\n".join(problems), "timestamp": str(int(time.time()))}

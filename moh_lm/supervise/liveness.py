@@ -1,9 +1,10 @@
 """The liveness check: which ranks still answer, so that a machine that died or froze is named.
 
-Each rank has a thread that waits in the store of the process group, with a connection of its own, to be called. A rank
-that fails calls all of them. One that gives no answer within seconds is dead, or stopped with its whole machine; one
-whose training merely hangs does answer. Where the store itself does not answer, the machine of rank 0 is lost, because
-the store is there. What the first check found is kept: ranks that answered may have exited before the next one.
+Each rank has a thread that waits for calls in the store of the process group, with a connection of its own. A rank that
+fails calls all others. A rank that does not answer within seconds is dead, or stopped together with its machine; a rank
+whose training merely hangs still answers. If the store itself does not answer, the machine of rank 0 is lost, because
+the store is there. The result of the first check is kept, because ranks that answered may have exited before the next
+one.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ CONNECT_TIMEOUT = timedelta(seconds=30)
 
 
 class LivenessCheck:
-    """Every rank makes one. name: of this start of the run, the same on all ranks. hosts: [machine of each rank]."""
+    """Every rank makes one. name: name of this start of the run, the same on all ranks. hosts: [machine of each
+    rank]."""
 
     def __init__(self, name, hosts):
         self.rank, self.hosts = dist.get_rank(), hosts
@@ -34,7 +36,7 @@ class LivenessCheck:
         threading.Thread(target=self.answer, daemon=True).start()
 
     def answer(self):
-        """Wait to be called, by another rank or by ``end``, and say that this rank is there."""
+        """Wait for a call from another rank or from ``end``, and answer that this rank is alive."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             for number in count(1):
                 self.waiting.store.wait([f"{self.rank}/{number}"], NEVER)
@@ -45,7 +47,8 @@ class LivenessCheck:
                 self.waiting.set(f"{call}/{self.rank}", "here")
 
     def unresponsive(self, seconds):
-        """A text that names the ranks that give no answer within ``seconds``; "" if all do, or it cannot be known."""
+        """A text that names the ranks that do not answer within ``seconds``; "" if all do, or if this cannot be
+        determined."""
         if self.calling is None or len(self.hosts) == 1:
             return ""
         found = []
@@ -55,7 +58,7 @@ class LivenessCheck:
         return found[0] if found else self.without_store()
 
     def call(self, seconds):
-        """The same, where the store answers."""
+        """The same, provided that the store answers."""
         try:
             if found := self.calling.read("found"):
                 return found
@@ -80,7 +83,7 @@ class LivenessCheck:
         return f"no answer from the machine of rank 0 ({self.hosts[0]})"
 
     def end(self):
-        """Let this rank's thread end."""
+        """End this rank's thread."""
         if self.calling is not None:
             threading.Thread(target=self.dismiss, daemon=True).start()
 
@@ -90,7 +93,7 @@ class LivenessCheck:
 
 
 def connect(name):
-    """A connection to the store of this job that no one else uses."""
+    """A separate connection to the store of this job."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
     return SignedStore(f"liveness/{name}", store)

@@ -1,4 +1,4 @@
-"""The ranks of this machine: which processes they are, and whether those are alive."""
+"""The ranks on this machine: which processes they are, and whether these are alive."""
 
 import os
 import socket
@@ -12,8 +12,8 @@ from moh_lm.parallel.consensus import from_all_ranks
 
 
 class Introduction(NamedTuple):
-    """What a rank tells the others of itself. space: of process ids, since two containers may share a host name; None
-    without /proc. started: in ns."""
+    """What a rank tells the others about itself. space: namespace of process ids, since two containers may share a host
+    name; None without /proc. started: start time in ns."""
 
     host: str
     space: str | None

@@ -1,8 +1,8 @@
 """How a process on a CPU keeps its memory between steps.
 
-Every step allocates tensors of the sizes of the step before. By default glibc returns those above 32 MiB to the system
-when they are freed. The system clears new pages for the next ones, one fault for each 4 KiB, which takes longer than
-what most operations do with them.
+Every step allocates tensors of the same sizes as the step before. By default glibc returns blocks above 32 MiB to the
+system when they are freed. The system then has to clear new pages for the next tensors, with a page fault for each 4
+KiB, which takes longer than most operations on them.
 """
 
 import ctypes

@@ -20,7 +20,7 @@ from moh_lm.training.deepspeed.process_groups import set_timeout
 def refuse_foreign_launcher():
     """Raises ConfigError where mpirun or srun started several processes, each of which would be a run of its own.
 
-    And where a launcher does not say which device of the machine is a rank's, or where the ranks meet.
+    The same holds if a launcher does not say which device of the machine a rank uses, or where the ranks meet.
     """
     remedy = "start the ranks with torchrun or deepspeed"
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -69,7 +69,7 @@ def own_device():
 
 
 def join(backend, seconds):
-    """Open the process group of all ranks, which may take so many ``seconds``. Raises RendezvousError."""
+    """Open the process group of all ranks, which may take up to ``seconds``. Raises RendezvousError."""
     store, rank, world_size = rendezvous_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=seconds)
     try:
@@ -92,7 +92,7 @@ def log_rank0(text):
 def exit_process(code, together=False):
     """Exit, ``together`` with the other ranks or alone.
 
-    After a process group without the interpreter's own shutdown, which now and then aborts under gloo.
+    If a process group was open, the interpreter's own shutdown is skipped, because it sometimes aborts under gloo.
     """
     sys.stdout.flush()
     sys.stderr.flush()

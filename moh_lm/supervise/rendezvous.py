@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other, and hear that one of them cannot begin.
+"""How the ranks of a run find each other, and learn that one of them cannot start.
 
 They meet in the store of rank 0, or in that of torchrun. A launcher ends the ranks of its own machine when one of them
-ends. It knows nothing of other machines, whose ranks would wait here for the one that does not come.
+ends. It knows nothing about other machines, whose ranks would wait here for the missing one.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ PORT_REMEDY = "give another by MASTER_PORT with bash, --master_port with deepspe
 
 
 class RendezvousError(ConfigError):
-    """The ranks have not met; the others know, or cannot be told."""
+    """Not all ranks have met. The others know this already, or cannot be told."""
 
 
 def rendezvous_store():
-    """The store of this start, in which all ranks have come. Raises RendezvousError."""
+    """The store of this start, once all ranks have arrived in it. Raises RendezvousError."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
@@ -52,7 +52,8 @@ def rendezvous_store():
 
 
 def absent_ranks(meeting, world_size):
-    """Numbers, as texts, of the ranks that have not come; a stranger can count, but not say that a rank is there."""
+    """Numbers, as texts, of the ranks that have not arrived. A stranger can change the count, but cannot claim that a
+    rank arrived."""
     found = meeting.read_all([f"rank {number}" for number in range(world_size)])
     return [str(number) for number, text in enumerate(found) if text is None]
 
@@ -64,7 +65,8 @@ def on_one_machine():
 
 
 def stay_on_loopback():
-    """Have what this process listens on be for its own machine, where all ranks are: no other can connect."""
+    """Make this process listen on the loopback interface only, as all ranks are on this machine; no other machine can
+    connect."""
     name = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
     if not on_one_machine() or name is None:
         return
@@ -75,7 +77,7 @@ def stay_on_loopback():
 
 
 def open_store(seconds):
-    """The part of the store that belongs to this start, a ``SignedStore``. seconds: to wait for it.
+    """The part of the store that belongs to this start, a ``SignedStore``. seconds: how long to wait for it.
 
     Raises RendezvousError.
     """
@@ -100,7 +102,7 @@ def open_store(seconds):
 
 
 def refuse():
-    """Tell the ranks on other machines that this one cannot begin."""
+    """Tell the ranks on other machines that this rank cannot start."""
     is_given = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))  # by a launcher
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
     if is_given and int(os.environ.get("WORLD_SIZE", 1)) > here:
@@ -111,7 +113,8 @@ def refuse():
 
 
 def wait_for_listeners(store):
-    """Stay until every rank does: launchers end the others of a machine, also rank 0, when one leaves."""
+    """Wait until every rank waits here, because launchers end the other ranks of a machine, even rank 0, when one
+    exits."""
     with contextlib.suppress(RuntimeError):  # rank 0 has left
         store.add("heard", 1)
         deadline = time.monotonic() + REFUSAL_TIMEOUT_S

@@ -18,7 +18,8 @@ LOCK_SECONDS = 10  # to wait for a run directory that is in use
 
 
 def make_run_directory(path, keep=True):
-    """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one. keep: what is made."""
+    """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written. keep: whether a new
+    directory stays."""
     absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -35,8 +36,8 @@ def make_run_directory(path, keep=True):
 def lock_run_directory(path, called="--checkpoint-dir"):
     """Hold the run directory until this process ends, however it ends. The lock's file says who holds it.
 
-    called: the argument that named it. Raises ConfigError if another run holds it, with what is known of that run, or
-    if there can be no lock.
+    called: the argument that named the directory. Raises ConfigError if another run holds it, with what is known about
+    that run, or if no lock is possible.
     """
     name = Path(path) / ".lock"
     try:  # not through a link, whose target would lose its content
@@ -72,7 +73,7 @@ def open_no_link(path, flags):
 
 
 def describe_holder(name):
-    """Words for who holds the lock, how to tell whether that process is alive, and what to do then."""
+    """A text that says who holds the lock, how to check whether that process is alive, and what to do then."""
     try:
         holder = parse_json(name.read_text(encoding="utf-8"))
         host, process, since = holder["host"], int(holder["process"]), holder["since"]

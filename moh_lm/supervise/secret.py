@@ -1,8 +1,9 @@
-"""What the ranks of several machines believe: only what was written with the secret of their launch.
+"""Signed messages between the ranks of several machines: only values that carry the secret of their launch are
+believed.
 
-Anybody on the network can connect to the store in which ranks meet, list its keys and change them. So a value that is
-believed carries a signature, the HMAC of its key and its text by MOH_LM_SECRET, which all ranks have and strangers do
-not. Without the variable nothing is signed and everything is believed: then the network has to be private.
+Anybody on the network can connect to the store in which ranks meet, list its keys and change them. A value is therefore
+only believed if it carries a signature: the HMAC of its key and text with MOH_LM_SECRET, which all ranks know and
+strangers do not. Without this variable nothing is signed and everything is believed, so the network has to be private.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ def signature(*parts):
 
 
 class SignedStore:
-    """A part of a store whose texts are those of this launch. name: of the part."""
+    """A part of a store that holds the texts of this launch. name: name of the part."""
 
     def __init__(self, name, store):
         self.name, self.store = name, dist.PrefixStore(name, store)
@@ -39,7 +40,7 @@ class SignedStore:
         self.store.set(key, self.signed(key, text))
 
     def set_if_absent(self, key, text):
-        """The text that ``key`` has from now on: the one before, if it was believed, or this one."""
+        """The text that ``key`` has from now on: the existing one if it is believed, otherwise the new one."""
         value = self.store.compare_set(key, "", self.signed(key, text))
         before = self.believed(key, value)
         if before is None:
@@ -47,11 +48,11 @@ class SignedStore:
         return text if before is None else before
 
     def read(self, key):
-        """The text of ``key``; None if there is none that is believed."""
+        """The text of ``key``; None if there is none, or none that is believed."""
         return self.believed(key, self.store.get(key)) if self.store.check([key]) else None
 
     def read_all(self, keys):
-        """``read`` of each of the keys; of many that are there in one request."""
+        """``read`` each of the keys; keys that exist are fetched in one request."""
         if self.store.check(keys):
             return list(map(self.believed, keys, self.store.multi_get(keys)))
         return list(map(self.read, keys))

@@ -1,8 +1,8 @@
-"""How a run is asked to stop: it ends after the step, evaluation or save that it is in, with a checkpoint.
+"""How a run is asked to stop. It ends with a checkpoint after the current step, evaluation or save.
 
-Ctrl-C in a terminal reaches every process of the job, and launchers pass it on once more: what comes within ``SAME``
-seconds is one request. A later one ends the rank at once, also where its main thread is inside the communication
-library: a thread hears of the signal.
+Ctrl-C in a terminal reaches every process of the job, and launchers pass it on once more, so signals within ``SAME``
+seconds count as one request. A later signal ends the rank at once, even if its main thread is inside the communication
+library, because another thread receives the signal.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class StopRequest:
 
 
 def listen(reader, program="moh_lm.pretrain"):
-    """End the process at its second SIGINT; the numbers of the signals that it gets come out of ``reader``."""
+    """End the process at its second SIGINT; ``reader`` yields the numbers of the signals that it receives."""
     first = None
     while numbers := os.read(reader, 64):
         if signal.SIGINT not in numbers:

@@ -1,7 +1,7 @@
-"""A torchrun that hangs where its ranks have already exited, and how it is ended.
+"""How a torchrun is ended that hangs although its ranks have already exited.
 
-Where the machine of the rendezvous froze, torchrun waits in a read without a limit, deaf to signals. It then does not
-even collect its dead ranks, and the job would hold its machines for ever.
+If the machine of the rendezvous freezes, torchrun waits in a read without a time limit and ignores signals. It does not
+even collect its dead ranks, and the job would hold its machines forever.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ LAUNCHER_TIMEOUT_S = 30  # seconds that a launcher may take to collect a rank th
 
 
 def end_stuck_launcher(patience=LAUNCHER_TIMEOUT_S):
-    """Call it before this rank exits: it sees to it that its torchrun ends too.
+    """Call this before the rank exits: it makes sure that its torchrun ends too.
 
-    A process of its own waits until this one is dead, and ``patience`` seconds more. If this one is still not collected
-    then, that process kills torchrun.
+    A separate process waits until this one is dead, and ``patience`` seconds more. If torchrun has not collected this
+    one by then, the separate process kills torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -1,9 +1,9 @@
 """A run that cannot continue ends: with a message, the stacks of its ranks, and exit code 69.
 
 Each rank has a thread that looks every second whether another rank of its machine has died, and whether its own rank
-still makes progress. A process that stands still cannot say where, so one that was stopped is woken to tell. Between
-machines a lost rank is noticed by the communication library, by the launcher, or by the limit on progress, and named by
-a liveness check.
+still makes progress. A process that was stopped by a signal is woken, so that it can report where it stands. Between
+machines a lost rank is noticed by the communication library, by the launcher, or by the limit on progress, and a
+liveness check names it.
 
 ``kill -USR2 PID`` prints the stacks of a rank at any time.
 """
@@ -31,9 +31,9 @@ MARGIN_S = 60  # seconds by which the time-outs of the groups are longer: the wa
 
 
 class Watchdog:
-    """Watches this process from its making until ``stop``; every rank makes one together.
+    """Watches this process from now until ``stop``; all ranks make one together.
 
-    timeout: seconds without a call of ``progress`` after which the run is ended. program: its name, in messages.
+    timeout: seconds without a call of ``progress`` after which the run is ended. program: its name for messages.
     """
 
     def __init__(self, timeout, program="moh_lm.pretrain"):
@@ -50,11 +50,11 @@ class Watchdog:
         self.thread.start()
 
     def progress(self, seconds=0):
-        """Report progress, as whatever may take long does after each part; ``seconds`` are allowed on top."""
+        """Report progress; long operations do so after each part. ``seconds`` are allowed in addition to the limit."""
         self.last = time.monotonic() + seconds
 
     def limit_groups(self):
-        """Give every process group the time-out; those that are made later have their own."""
+        """Give every open process group the time-out; groups that are made later have their own."""
         for group in open_groups():
             set_timeout(group, self.timeout + MARGIN_S)
 
@@ -91,7 +91,7 @@ class Watchdog:
     def report_unresponsive(self):
         """After an error: print which ranks died or do not answer; returns whether there are any.
 
-        An error may come before the process that caused it is gone, so dead local ranks are looked for a while.
+        An error may arrive before the process that caused it is gone, so this looks for dead local ranks for a while.
         """
         for _ in range(GRACE_S):
             dead = self.dead()

@@ -1,4 +1,4 @@
-"""The training engine: the model in DeepSpeed's hands.
+"""The training engine: the model, trained by DeepSpeed.
 
 DeepSpeed shards the optimizer, sums and clips the gradients and keeps the fp32 masters. The learning rate and the
 position in the data are the caller's: DeepSpeed's own counters drift when a step is skipped.
@@ -36,9 +36,9 @@ class StepResult(NamedTuple):
     choice.
 
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
-    of (4 + E)], for every router in turn the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per
-    token. grad_norm: before clipping. code: of guard.REASONS. skipped: whether the gradients were left out.
-    seconds: {"forward_backward", "optimizer"}, the first with the reduction of the gradients and their norm.
+    of (4 + E)], for each router the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per token.
+    grad_norm: norm before clipping. code: one of guard.REASONS. skipped: whether the gradients were not applied.
+    seconds: {"forward_backward", "optimizer"}; the first includes the reduction of the gradients and their norm.
     """
 
     losses: torch.Tensor
@@ -51,13 +51,13 @@ class StepResult(NamedTuple):
 
 
 class Engine:
-    """The training step of every task, and what checkpoints hold of it.
+    """The training step of every task, and its state for checkpoints.
 
     A subclass has ``build_model`` and ``loss``, the mean loss of a micro-batch, which it also adds to ``self.sums``.
 
-    config: a checked ``TaskConfig``. groups: ``ParallelGroups``. device: of this rank. num_sources: sources that the
-    losses are kept apart by. layer: the ``RoutedBlock`` that the model is made of. ema_decay: of a moving average of
-    the weights; 0 keeps none.
+    config: a checked ``TaskConfig``. groups: ``ParallelGroups``. device: device of this rank. num_sources: number of
+    sources whose losses are kept apart. layer: the class of ``RoutedBlock`` of which the model is made. ema_decay:
+    decay of a moving average of the weights; 0: no average.
     """
 
     def __init__(self, config, groups, device, num_sources, layer, ema_decay=0.0):
@@ -83,7 +83,7 @@ class Engine:
         self.address_weights()  # where DeepSpeed has put them
 
     def attach_measurements(self):
-        """Have the model keep what a step needs to know of it: gradients that are not finite, and loads of routers."""
+        """Have the model record what a step needs: gradients that are not finite, and loads of routers."""
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)
@@ -98,7 +98,7 @@ class Engine:
         )
 
     def freeze(self):
-        """Leave only the parameters to be trained that --train-only names."""
+        """Freeze all parameters but those that --train-only names."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(self.config.optimizer.train_only == "all" or ".router." in name)
 
@@ -118,7 +118,8 @@ class Engine:
         )
 
     def address_weights(self):
-        """Find this rank's part of frozen weights and of matrices for Muon, and the weights that other ranks have."""
+        """Find this rank's part of frozen weights and of Muon's matrices, and the weights that other ranks also
+        hold."""
         self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], self.groups.data)
         if self.config.optimizer.optimizer == "muon":
             self.optimizer.distribute(self.named_parameters(), self.config, self.groups, self.device)
@@ -132,13 +133,13 @@ class Engine:
         )
 
     def begin(self, step):
-        """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up all heads are on."""
+        """Prepare the model for the iteration after ``step`` complete ones; in a dense warm-up all heads are on."""
         self.dense_warmup = self.config.model.after(step) != self.config.model
         self.model.batch.begin(self.dense_warmup)
 
     def compare_kernels(self):
-        """What to say of kernels that were asked for, after a comparison with torch on this device: a list of
-        sentences. Raises RuntimeError if a kernel differs, or cannot run here. Every rank calls it together."""
+        """Sentences about the requested kernels, after a comparison with torch on this device. Raises RuntimeError if a
+        kernel differs, or cannot run here. Every rank calls it together."""
         return []
 
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
@@ -171,7 +172,7 @@ class Engine:
         return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
 
     def refuse_lasting_faults(self, code):
-        """Raise what is wrong with the masters themselves, after a step that was skipped with this ``code``."""
+        """After a step that was skipped with this ``code``, raise BadNumbers if the masters themselves are at fault."""
         out_of_range = problems_of_all_ranks(self.out_of_range_weights())
         if out_of_range:
             more = [f"and {len(out_of_range) - 3} more"] if len(out_of_range) > 3 else []
@@ -186,7 +187,7 @@ class Engine:
         return torch.stack([size.to(self.device, torch.float64) for size in sizes]).max()
 
     def out_of_range_weights(self):
-        """Sentences for the weights of this rank that cannot come from training: masters, or else frozen ones."""
+        """Sentences for the weights of this rank, masters or frozen ones, that cannot come from training."""
         masters = {fragment.name: fragment.tensors["master"] for fragment in self.fragments()}
         # not the biases of routers: counts, which grow with the steps
         masters = {name: master for name, master in masters.items() if master.is_floating_point()}
@@ -206,28 +207,28 @@ class Engine:
             self.engine.step()
 
     def own_part(self, micro_batches):
-        """What this rank reads of the micro-batches of its data-parallel rank."""
+        """The part of its data-parallel rank's micro-batches that this rank reads."""
         return micro_batches
 
     def after_step(self, skipped):
         """Do what follows a step."""
 
     def state(self):
-        """What a checkpoint keeps of the engine besides weights, moments and routers, JSON-able."""
+        """The engine's state for a checkpoint besides weights, moments and routers, JSON-able."""
         return {}
 
     def restore(self, saved):
         """Take back what ``state`` gave; ``saved`` may hold more."""
 
     def config_now(self):
-        """The configuration with what the steps have changed of it."""
+        """The configuration, including what the steps have changed in it."""
         return self.config
 
     def on_device(self, tensor):
         return tensor.to(self.device, non_blocking=True)  # the other way this process waits for all earlier kernels
 
     def named_parameters(self):
-        """(canonical name, parameter) of what this rank holds."""
+        """(canonical name, parameter) of each parameter that this rank holds."""
         return self.model.named_parameters()
 
     def named_biases(self):
@@ -250,12 +251,12 @@ class Engine:
             yield Fragment(name, make_parameter(steps.shape), 0, copy, tensors)
 
     def is_copy(self, parameter):
-        """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""
+        """Whether this is a replicated or tied weight that another rank counts and saves."""
         replicated = parameter.tensor_partition is None and group_rank(self.groups.tensor) > 0
         return replicated or is_tied_copy(parameter)
 
     def adopt(self, optimizer_steps, shares, l1_steps=0, rested_steps=0, frozen_steps=0):
-        """Go on from ``fragments`` that were filled from a checkpoint, and from what its routers followed."""
+        """Resume from ``fragments`` that were filled from a checkpoint, and from its routers' state."""
         self.frozen.refresh()  # before ``adopt``, which gathers what ZeRO-3 keeps whole
         self.optimizer.adopt(optimizer_steps, rested_steps, frozen_steps)
         self.router_sums.set_l1_steps(torch.tensor(l1_steps, device=self.device))

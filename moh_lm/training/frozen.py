@@ -1,8 +1,8 @@
 """Weights that are not trained (``--train-only``): no gradient, no optimizer state, and still part of every checkpoint.
 
-Of each of them a data-parallel rank owns a range, as an optimizer would, and keeps its fp32 master: in bf16 the weight
-itself could not give back what a checkpoint held. The masters lie in the memory of the CPU; in fp32 they are the weight
-itself.
+A data-parallel rank owns a range of each frozen weight, as with an optimizer, and keeps the fp32 master of that range,
+because a bf16 weight could not reproduce what a checkpoint held. The masters are in CPU memory; in fp32 they are the
+weight itself.
 """
 
 import torch
@@ -13,7 +13,8 @@ from moh_lm.training.deepspeed.shards import local_slice, slice_range
 
 
 class FrozenWeights:
-    """The frozen ones among ``parameters``. group: of the data-parallel ranks. Made when DeepSpeed has its model."""
+    """The frozen ones among ``parameters``. group: the data-parallel ranks. Made after DeepSpeed has wrapped the
+    model."""
 
     def __init__(self, parameters, group):
         self.group = group
@@ -40,7 +41,8 @@ class FrozenWeights:
         return (start, {"master": master}) if master.numel() else None
 
     def weights(self):
-        """{parameter: what this rank has of it, as it computes with it}, without those of which it has nothing."""
+        """{parameter: this rank's part of it, in the dtype of computation}, without parameters of which it has no
+        part."""
         whole = {p: p.detach() if local_slice(p) is None else self.owned(p)[1] for p in self.masters}
         return {parameter: weight for parameter, weight in whole.items() if weight.numel()}
 

@@ -5,8 +5,9 @@ bit of an exponent multiplies a number by up to 1e38), if it is a spike (and --o
 several ranks hold were found to differ. All ranks take the decision together, before any of them changes a weight. A
 skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many
 skipped steps in a window end the run: a later start resumes from the last checkpoint, whose state is finite. A master
-weight that cannot come from training ends it at once. It must be looked for: normalisation makes an activation of 1e36
-an ordinary one, so that the loss and the norm of a run that lost all it had learned stay ordinary too.
+weight that cannot come from training ends it at once. Such a weight has to be looked for, because normalisation turns
+an activation of 1e36 into an ordinary one: loss and norm can look ordinary although the model has lost everything it
+had learned.
 """
 
 import math
@@ -26,7 +27,7 @@ REASONS = (
 
 
 def largest(tensor):
-    """Largest magnitude in ``tensor``, []; NaN if an element is. No copy of it is made."""
+    """Largest magnitude in ``tensor``, []; NaN if an element is NaN. The tensor is not copied."""
     return torch.stack(tensor.detach().aminmax()).abs().max()
 
 
@@ -36,7 +37,7 @@ class BadNumbers(Exception):
 
 
 class Guard:
-    """The rule, and what it remembers: losses and gradient norms of the last good steps, and which steps were skipped.
+    """The rule and its memory: losses and gradient norms of the last good steps, and which steps were skipped.
 
     settings: ``ReliabilityConfig``.
     """
@@ -63,7 +64,7 @@ class Guard:
     def out_of_range(self, loss, grad_norm):
         """Sentences for the finite values above ``absurd_factor`` times the median of the last good steps.
 
-        A median below 1 counts as 1: a run that knows its data by heart has medians near 0.
+        A median below 1 counts as 1, because a run that has memorised its data has medians near 0.
         """
         factor, found = self.settings.absurd_factor, []
         for (name, window), value in zip(self.history.items(), (loss, grad_norm), strict=True):
@@ -77,7 +78,8 @@ class Guard:
         return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
 
     def out_of_range_weights(self, weights, where):
-        """Sentences for those of ``weights``, {name: tensor}, that cannot come from training. where: they are kept."""
+        """Sentences for those of ``weights``, {name: tensor}, that cannot come from training. where: words for where
+        they are kept."""
         sizes = {name: largest(weight).item() for name, weight in weights.items()}
         return [
             f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
@@ -86,7 +88,7 @@ class Guard:
         ]
 
     def spikes(self, loss, grad_norm):
-        """Sentences for the values that are so many deviations above the mean of a full window."""
+        """Sentences for the values that are ``spike_sigmas`` deviations above the mean of a full window."""
         found = []
         for (name, window), value in zip(self.history.items(), (loss, grad_norm), strict=True):
             if self.settings.spike_sigmas and len(window) == self.settings.spike_window:
@@ -96,7 +98,7 @@ class Guard:
         return found
 
     def record(self, step, loss, grad_norm, skipped):
-        """Take note of step number ``step``. Raises BadNumbers."""
+        """Record step number ``step``. Raises BadNumbers."""
         settings = self.settings
         if not skipped:
             for window, value in zip(self.history.values(), (loss, grad_norm), strict=True):
@@ -111,11 +113,11 @@ class Guard:
             )
 
     def forget(self):
-        """Forget the last losses and norms: those to come are no continuation of them."""
+        """Forget the last losses and norms, because later ones are not comparable with them."""
         self.history = {name: [] for name in self.history}
 
     def state(self):
-        """JSON-able; ``restore`` takes it back."""
+        """The memory as a JSON-able object; ``restore`` reads it."""
         return {"history": self.history, "skipped": self.skipped}
 
     def restore(self, state):

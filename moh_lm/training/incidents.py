@@ -1,4 +1,4 @@
-"""The record of a step whose gradients were not applied, or that is a spike: which ranks, sources and samples."""
+"""The record of a step that was skipped or is a spike: which ranks, sources and samples were involved."""
 
 import math
 
@@ -12,9 +12,9 @@ from moh_lm.units import listing, wrapped
 def report(engine, loader, batches, event_log, step, result):
     """Record a step that was skipped, or is a spike: why, where, and with which samples. All ranks together.
 
-    Returns the names of the sources that had a loss or a gradient that is not finite.
+    Returns the names of the sources with a loss or gradient that is not finite.
 
-    engine, result: of the step with number ``step``; batches: this rank's micro-batches of it.
+    engine, result: those of step number ``step``. batches: this rank's micro-batches of that step.
     """
     consumed = (step - 1) * loader.global_batch_size
     first = consumed + loader.rank * loader.samples_per_step

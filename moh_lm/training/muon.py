@@ -5,14 +5,14 @@
     W <- (1 - rate decay) W - rate scale O
 
 The arithmetic is that of torch.optim.Muon: the singular values of the Nesterov momentum are brought near 1 by five
-Newton-Schulz iterations. What is orthogonalised is a whole matrix, or each of its blocks: the rows of one head in the
+Newton-Schulz iterations. Either a whole matrix is orthogonalised, or each of its blocks: the rows of one head in the
 projections to queries, keys and values, and its columns in the output projection (GLM-5, arXiv 2602.15763).
 
 ZeRO cuts matrices anywhere, and tensor parallelism by heads or columns. ``Muon`` puts them together again: every matrix
-has an owner among the data-parallel ranks, which gets the pieces of the others, orthogonalises and sends them back. The
-tensor-parallel ranks gather what is orthogonalised whole, each for itself. So the update is that of one process.
-DeepSpeed's own Muon is not used: it orthogonalises what a tensor-parallel rank holds, and clips some updates by a norm
-that it takes after that.
+has an owner among the data-parallel ranks, which receives the pieces of the others, orthogonalises and sends the
+results back. A matrix that is orthogonalised as a whole is first gathered by every tensor-parallel rank. The update is
+therefore that of a single process. DeepSpeed's own Muon is not used: it orthogonalises what a tensor-parallel rank
+holds, and clips some updates by a norm that it computes afterwards.
 
 Shapes: R rows and C columns of this tensor-parallel rank's part of a matrix.
 """
@@ -52,8 +52,8 @@ def newton_schulz(matrices, dtype):
 class Place(NamedTuple):
     """Where a rank holds a piece of a parameter.
 
-    number: of the flat master, which is the same for all ranks of the data-parallel group. offset: first element in
-    that master. start: first element in the flattened local parameter. length: elements.
+    number: index of the flat master, the same on all ranks of the data-parallel group. offset: first element in that
+    master. start: first element in the flattened local parameter. length: number of elements.
     """
 
     number: int
@@ -63,8 +63,9 @@ class Place(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix of the blocks. shape: [R, C]. partition: of the whole one, or None. blocks: ``Blocks``, or None. scale:
-    of its update. places: for every data-parallel rank its ``Place``, or None. owner: the rank that orthogonalises it.
+    """A matrix of a decoder block. shape: [R, C]. partition: ``Partition`` of the whole matrix, or None. blocks:
+    ``Blocks``, or None. scale: scale of its update. places: for every data-parallel rank its ``Place``, or None. owner:
+    the rank that orthogonalises it.
     """
 
     shape: tuple[int, int]
@@ -79,7 +80,7 @@ class Matrix(NamedTuple):
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for the groups that are ``orthogonal``. Its tensors are the flat masters that DeepSpeed makes.
+    """AdamW, except for the groups that are ``orthogonal``. Its tensors are the flat masters that DeepSpeed makes.
 
     momentum: mu. ``distribute`` has to be called before the first step.
     """
@@ -89,7 +90,8 @@ class Muon(torch.optim.AdamW):
         self.momentum = momentum
 
     def distribute(self, matrices, groups, device, dtype):
-        """Take note of the ``matrices``, {flat master: [Matrix]}. device, dtype: where and in what they are computed.
+        """Store the ``matrices``, {flat master: [Matrix]}. device, dtype: where and in which precision updates are
+        computed.
 
         groups: ``ParallelGroups``.
         """
@@ -109,7 +111,7 @@ class Muon(torch.optim.AdamW):
                     self.update(master, group["lr"], group["weight_decay"])
 
     def update(self, master, rate, decay):
-        """One step of a flat master."""
+        """Update one flat master."""
         state, rank = self.state[master], group_rank(self.groups.data)
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(master.grad, 1 - self.momentum)
@@ -125,7 +127,8 @@ class Muon(torch.optim.AdamW):
     def orthogonalised(self, matrices, pieces):
         """This rank's pieces of the matrices of a turn, after they were orthogonalised by their owners.
 
-        matrices: for every data-parallel rank the ``Matrix`` that it owns, or None. pieces: of each, flat.
+        matrices: for every data-parallel rank the ``Matrix`` that it owns, or None. pieces: this rank's flat piece of
+        each.
         """
         own = matrices[group_rank(self.groups.data)]
         sent = [len(piece) for piece in pieces]
@@ -155,7 +158,7 @@ class Muon(torch.optim.AdamW):
 
 
 def scale_of(whole, blocks, config):
-    """Of the update of a matrix of the shape ``whole``; of each of its ``blocks``.
+    """The scale of the update of a matrix of shape ``whole``, or of each of its ``blocks``.
 
     With --base-width W and the width d = m W, an update of singular values near 1 changes outputs alike at every width
     if it is as long as at W: the ratio of rows to columns is the same (Yang et al. 2023, arXiv 2310.17813). A block of

@@ -1,10 +1,10 @@
 """Which rule updates which parameter.
 
-With --optimizer muon the matrices of the blocks are Muon's. All others are AdamW's: embedding, output head, routers and
-norms. Matrices decay, norms do not. Routers are a group of their own.
+With --optimizer muon the matrices of the blocks are updated by Muon. AdamW updates all other parameters: embedding,
+output head, routers and norms. Matrices have weight decay, norms do not. Routers form a group of their own.
 
 Width transfer, --base-width W: a learning rate that is good at the width W is good at the width d (Yang et al. 2022,
-arXiv 2203.03466, Table 8, for AdamW). With r = W / d, what is 1 for W = d:
+arXiv 2203.03466, Table 8, for AdamW). With r = W / d, these factors are 1 for W = d:
 
                                                first values       learning rate   weight decay
     vectors: norms                             1                  1               none
@@ -36,8 +36,8 @@ TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_h
 
 
 class Rule(NamedTuple):
-    """How a group is updated. orthogonal: by Muon. rate: its learning rate over that of the schedule, or for a
-    ``router`` over the routers' own. eps: Adam's."""
+    """How a group is updated. orthogonal: whether by Muon. rate: its learning rate relative to the schedule's, or for a
+    ``router`` relative to the routers' own. eps: Adam's epsilon."""
 
     orthogonal: bool
     weight_decay: float
@@ -77,7 +77,7 @@ def or_else(value, default):
 def parameter_groups(named_parameters, config):
     """Groups for a torch optimizer, matrices before norms: the fields of their ``Rule``, and "params".
 
-    named_parameters: (canonical name, parameter). What is frozen is in none.
+    named_parameters: (canonical name, parameter). Frozen parameters are in no group.
     """
     groups = {}
     for name, parameter in sorted(named_parameters, key=lambda item: len(item[1].whole_shape) == 1):

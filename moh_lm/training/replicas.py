@@ -1,11 +1,11 @@
 """Copies of a weight that several ranks hold must agree to the bit; memory and links sometimes flip one.
 
 The bits of each weight are summed as integers, where the order of a sum does not matter and every single flip shows.
-Data-parallel ranks hold copies of all weights (not under ZeRO-3, which keeps one of each), tensor-parallel ranks of
-the norms and routers, the first and the last pipeline stage of a tied embedding, and all but stages of a router's
-bias. ZeRO writes the weights anew from their masters in every step, so a flip lives for one step and harms one
-gradient, unless it is found before: hence a comparison in every step by default. It takes about a thousandth of the
-step's time on a CPU. A bias has no master: ranks that differ in one end the run.
+Data-parallel ranks hold copies of all weights (not under ZeRO-3, which keeps one of each), tensor-parallel ranks of the
+norms and routers, the first and the last pipeline stage of a tied embedding, and all but stages of a router's bias.
+ZeRO rewrites the weights from their masters in every step, so a flip lasts one step and spoils one gradient unless it
+is found before. By default weights are therefore compared in every step, which takes about a thousandth of its time on
+a CPU. A bias has no master: if ranks differ in one, the run ends.
 """
 
 import torch

@@ -17,7 +17,7 @@ SHAPES = {
 
 
 def learning_rate(step, optimizer, train_iters):
-    """Rate of the iteration after ``step`` complete ones. optimizer: ``OptimizerConfig``.
+    """The learning rate of the iteration after ``step`` complete ones. optimizer: ``OptimizerConfig``.
 
     Linear from warmup_init_lr at step 0 to learning_rate at warmup_iters; min_learning_rate from train_iters on. A run
     shorter than its warm-up ends within it.

@@ -1,12 +1,12 @@
-"""How much attention goes to the first token, in each layer: heads that have nothing to say attend to it (attention
-sinks, Xiao et al. 2023, arXiv 2309.17453). Measured on held-out text, beside the evaluation.
+"""How much attention goes to the first token in each layer. Heads with nothing to contribute attend to it (attention
+sinks, Xiao et al. 2023, arXiv 2309.17453). It is measured on held-out text, as part of the evaluation.
 
     sink of a layer = mean of a_i(t, 0) over the tokens t >= 1 and the heads i that they use
 
 a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence. With --reset-at-documents it is
 the first token of the document, of which the sequence may hold a later part. Attention itself gives the weight: with
-values of 1 for that token, and 0 for all others, it is H_i. The head report has the same figure of text without
-documents (docs/monitoring.md).
+values of 1 for that token, and 0 for all others, it is H_i. The head report has the same figure for text without
+document boundaries (docs/monitoring.md).
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from moh_lm.parallel.groups import sum_over_ranks
 
 
 class Sinks:
-    """Sums of the layers of this pipeline stage. sums: float64 [L, 2] of all layers, weights and their number."""
+    """Sums over the layers of this pipeline stage. sums: float64 [L, 2] for all layers, the sum of the weights and
+    their number."""
 
     def __init__(self, model, num_layers, groups, device):
         self.blocks, self.groups = modules_of(model), groups
@@ -29,7 +30,7 @@ class Sinks:
 
     @contextlib.contextmanager
     def measured(self):
-        """Measure in each forward pass. Layers then run as they are, not as torch.compile made them."""
+        """Measure in each forward pass. Layers then run without torch.compile."""
         with contextlib.ExitStack() as stack:
             for block in self.blocks:
                 stack.enter_context(block.uncompiled())
@@ -38,7 +39,7 @@ class Sinks:
             yield
 
     def add(self, block, core, given):
-        """Add what a layer is asked. given: the arguments of ``CoreAttention``."""
+        """Add the sums of a layer. given: the arguments of ``CoreAttention``."""
         query, key, value, _, selected, mask = given
         token = torch.arange(len(query), device=query.device)
         starts = token.new_zeros(1, len(token)) if mask is None else mask.starts
@@ -51,7 +52,7 @@ class Sinks:
         self.sums[block.index] += torch.stack((weights.double().mul(used).sum(), used.sum()))
 
     def means(self):
-        """Of each layer, over all ranks; NaN without a token that asks."""
+        """The mean of each layer over all ranks; NaN if no token was measured."""
         groups = self.groups.tensor, self.groups.data, self.groups.pipeline
         total, count = sum_over_ranks(self.sums, *groups).unbind(1)
         return (total / count).tolist()

@@ -1,8 +1,8 @@
-"""Whether the gradients of a step are applied: looked at once in every step, before any weight changes.
+"""Whether the gradients of a step are applied: decided once in every step, before any weight changes.
 
 Every step has a ``StepCheck`` of its own. DeepSpeed's optimizer hands it the gradient norm
-(moh_lm.training.deepspeed.norms) and gets infinity back if the step is to be skipped. A step that nobody looked at has
-no result, and asking for one raises: nothing of an earlier step can be taken for it.
+(moh_lm.training.deepspeed.norms) and gets infinity back if the step is to be skipped. A step that was not examined has
+no result, and asking for one raises an error, so the result of an earlier step is never mistaken for it.
 """
 
 import time
@@ -19,10 +19,10 @@ class NotExamined(RuntimeError):
 
 
 class GradientStats(NamedTuple):
-    """What was found in a step; equal on every rank, but for ``differences`` and ``time``.
+    """What was found in a step; equal on every rank, except for ``differences`` and ``time``.
 
-    mean: loss per token. grad_norm: before clipping. code: of guard.REASONS. differences: sentences for the weights
-    that this rank found to differ. time: of time.perf_counter, when the gradients were complete.
+    mean: loss per token. grad_norm: norm before clipping. code: one of guard.REASONS. differences: sentences for the
+    weights that this rank found to differ. time: time.perf_counter() when the gradients were complete.
     """
 
     mean: float
@@ -35,9 +35,9 @@ class GradientStats(NamedTuple):
 class StepCheck:
     """The check of one step; all ranks decide together.
 
-    sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. largest_weight: gives the largest magnitude, [], of
-    this rank's master and frozen weights. compare_replicas: gives sentences for weights that differ between ranks; None
-    if they are not compared in this step.
+    sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. largest_weight: a function that returns the largest
+    magnitude, [], of this rank's master and frozen weights. compare_replicas: a function that returns sentences for
+    weights that differ between ranks; None if they are not compared in this step.
     """
 
     def __init__(self, sums, guard, largest_weight, compare_replicas=None):
@@ -49,14 +49,14 @@ class StepCheck:
         self.stats = None
 
     def watch_gradient(self, output):
-        """Note the sequences whose gradient is not finite where it arrives at ``output`` [s, b, d], the embedding's,
-        and so anywhere above."""
+        """Note the sequences whose gradient is not finite when it arrives at ``output`` [s, b, d] of the embedding, and
+        thus anywhere above it."""
         output.register_hook(lambda grad: self.gradient_not_finite.append(~grad.sum((0, 2)).isfinite()))
 
     def examine(self, norm, copies):
         """The gradient norm of the step, or infinity if the step is to be skipped.
 
-        norm: [] of this step. copies: gradients that are not in the norm, or norms of them; see
+        norm: [], the norm of this step. copies: gradients that are not part of the norm, or their norms; see
         moh_lm.training.deepspeed.norms.
         """
         if self.stats:
@@ -78,7 +78,7 @@ class StepCheck:
 
     @staticmethod
     def largest(gradients):
-        """The largest norm among ``gradients``, NaN if one is; nothing if there are none."""
+        """The largest norm among ``gradients``, NaN if one is NaN; an empty list if there are none."""
         norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in gradients]
         return [torch.stack(norms).max().item()] if norms else []
 

@@ -1,4 +1,4 @@
-"""What is summed over the sequences of a step: losses of every source, and what the routers kept.
+"""Sums over the sequences of a step: the losses of every source, and the statistics of the routers.
 
 Sums are float64 on the device, so that reading them is the caller's choice. Each sum is of this rank's sequences until
 it is reduced over the ranks.
@@ -17,9 +17,9 @@ from moh_lm.parallel.groups import sum_over_ranks
 class StepSums:
     """Losses of one step, or of one evaluation.
 
-    rows: how many sources a sequence may have. groups: ``ParallelGroups``. losses: [rows, 3] float64, the loss
-    summed over tokens, the number of tokens, the number of sequences. not_finite: [b] bool of each micro-batch, the
-    sequences whose loss is not finite.
+    rows: number of sources that a sequence may come from. groups: ``ParallelGroups``. losses: [rows, 3] float64, the
+    loss summed over tokens, the number of tokens, the number of sequences. not_finite: [b] bool of each micro-batch,
+    the sequences whose loss is not finite.
     """
 
     def __init__(self, rows, groups, device):
@@ -47,11 +47,12 @@ L1_START, L1_FACTOR = 1e-8, 1.2
 
 
 class RouterSums:
-    """What the routers of this rank say of a step, and the shares that ``global_batch`` balances against.
+    """What the routers of this rank report about a step, and the shares that ``global_batch`` balances against.
 
     blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which is told what routers follow.
-    layers: ``RoutedLayer``s of the whole model. tokens: of a step, all ranks. shares: for each layer with routed
-    experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps: n of lambda, int64 [].
+    layers: ``RoutedLayer``s of the whole model. tokens: number of tokens in a step over all ranks. shares: for each
+    layer with routed experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps: n of
+    lambda, int64 [].
     """
 
     def __init__(self, blocks, batch, layers, num_sources, tokens, groups, device):
@@ -71,10 +72,11 @@ class RouterSums:
         self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
 
     def take(self, sources, frozen):
-        """Sums of a step over all ranks, [num_sources, sum of (4 + E)]; the routers also follow the step's shares.
+        """Return the sums of a step over all ranks, [num_sources, sum of (4 + E)], and update the routers with the
+        step's shares.
 
         sources: [b] of each of this rank's micro-batches. frozen: keep the shares, and biases, of the step before,
-        because this one has no numbers, or none that are to be trusted. A dense warm-up has nothing to add.
+        because this step has no numbers, or none that can be trusted. A dense warm-up adds nothing.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
@@ -90,7 +92,7 @@ class RouterSums:
         return sums
 
     def follow(self, counts):
-        """Move what the routers follow. counts: {layer index: [E], selections of the whole step}."""
+        """Update shares and biases of the routers. counts: {layer index: [E], selections of the whole step}."""
         shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
         self.set_shares([share for share in shares if len(share)])
         if self.by_sign:

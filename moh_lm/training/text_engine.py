@@ -38,7 +38,7 @@ class TextEngine(Engine):
         return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
 
     def settings(self):
-        """What the layers need to know of the run."""
+        """What the layers need to know about the run."""
         run = self.config.run
         return Settings(
             group=self.groups.tensor,
@@ -68,7 +68,7 @@ class TextEngine(Engine):
         return [f"--fused-loss: compared with torch on {tokens:,} tokens: {found}"]
 
     def own_part(self, micro_batches):
-        """The micro-batches with the tokens and labels that this rank has of their sequences."""
+        """The micro-batches, reduced to the tokens and labels of this rank's part of the sequences."""
         context = self.groups.context
         return [
             batch._replace(tokens=local_shard(batch.tokens, context), labels=local_shard(batch.labels, context))
@@ -88,8 +88,7 @@ class TextEngine(Engine):
 
     @torch.no_grad()
     def evaluate_rows(self, micro_batches, num_rows):
-        """The same, and the number of sequences, for each number below ``num_rows`` that a sequence may have as its
-        source: [num_rows, 3]."""
+        """The same with the number of sequences, for each source number below ``num_rows``: [num_rows, 3]."""
         self.sums = StepSums(num_rows, self.groups, self.device)
         self.evaluation_forward(self.own_part(micro_batches))
         return self.sums.reduce()
@@ -107,7 +106,7 @@ class TextEngine(Engine):
         return sinks.means()
 
     def after_step(self, skipped):
-        """Let the windows follow the entropies of the step."""
+        """Update the windows from the entropies of the step."""
         if self.windows:
             self.windows.move(skipped)
 
@@ -119,7 +118,7 @@ class TextEngine(Engine):
             self.windows.set(*saved["windows"])
 
     def config_now(self):
-        """The configuration with the windows of now."""
+        """The configuration with the current windows."""
         if not self.windows:
             return self.config
         return replace(self.config, model=replace(self.config.model, window=tuple(self.windows.widths)))
@@ -147,7 +146,8 @@ class PipelineEngine(TextEngine):
         self.engine.train_batch(self.stage_inputs(micro_batches))
 
     def stage_inputs(self, micro_batches):
-        """What DeepSpeed's first and last stage take: tokens, and what the loss needs. Copies of its own would wait."""
+        """Inputs of DeepSpeed's first and last stage: tokens, and what the loss needs. Copies that DeepSpeed made would
+        wait."""
         for batch in micro_batches:
             tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
             yield tokens, (labels, sources)

@@ -216,7 +216,7 @@ def test_a_sound_input_leaves_no_file_of_rejects(model, tmp_path):
     assert not list((tmp_path / "out").rglob("*rejects*"))
 
 
-def test_rejects_that_were_mended_in_place_disappear(model, tmp_path):
+def test_rejects_that_were_fixed_in_place_disappear(model, tmp_path):
     path, good = tmp_path / "in.jsonl", json_lines(["x" * 1000] * 100)
     for line, count in ((b'{"text": 1}\n', 1), (b'{"text":""}\n', 0)):  # the same size, and far from both ends
         path.write_bytes(good + line + good)

@@ -86,7 +86,7 @@ def test_figures_of_heads_are_those_of_their_layers(runs):
 
 
 def test_it_says_how_a_run_stands(runs):
-    assert RunRecord(runs.first).state == "at step 1,000 of 100,000; it goes on, or was killed"
+    assert RunRecord(runs.first).state == "at step 1,000 of 100,000; it is still running, or was killed"
     assert RunRecord(runs.second).state == "complete after step 1,000 of 1,000"
 
 

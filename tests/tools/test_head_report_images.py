@@ -230,7 +230,7 @@ def test_names_of_classes_are_drawn_as_they_are_spelled(tool, images, tmp_path):
     assert drawn[0] == drawn[1]
 
 
-def test_what_has_to_be_mended_is_said(tool, images, tmp_path, monkeypatch):
+def test_what_has_to_be_fixed_is_said(tool, images, tmp_path, monkeypatch):
     run, dense = write_run(tmp_path / "run", *vit()), write_run(tmp_path / "dense", *vit(DENSE))
     (tmp_path / "one" / "class").mkdir(parents=True)
     Image.new("L", (SIDE, SIDE)).save(tmp_path / "one" / "class" / "0.png")

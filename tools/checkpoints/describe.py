@@ -1,4 +1,5 @@
-"""What tools/checkpoint.py prints: a row for an entry of checkpoints/, the facts of a step, how two steps differ."""
+"""Output of tools/checkpoint.py: a row for each entry of checkpoints/, the facts of a step, differences of two
+steps."""
 
 import time
 
@@ -12,7 +13,7 @@ from tools.checkpoints.read import KINDS
 
 
 def describe_entry(entry, latest):
-    """A row of the table, for anything that lies in checkpoints/."""
+    """A row of the table for any entry of checkpoints/."""
     files = [path for path in entry.rglob("*") if path.is_file()] if entry.is_dir() else [entry]
     return {
         "name": entry.name,
@@ -43,7 +44,7 @@ def describe_state(entry):
 
 
 def layout_of(step):
-    """``layout``, or None where it cannot be told."""
+    """``layout``, or None if it is unknown."""
     try:
         return read.layout(kind_of_run(step).load(step / "config.json"), [path.name for path in step.iterdir()])
     except (ConfigError, OSError, TypeError, AttributeError):
@@ -62,7 +63,7 @@ def when(path):
 
 
 def describe_step(step, content):
-    """Lines for what ``run_show`` has gathered."""
+    """Lines for the facts that ``run_show`` gathered."""
     yield from describe_configuration(step.config)
     skipped = f"; {content['skipped_steps']} skipped"
     if content["recently_skipped"]:
@@ -102,7 +103,7 @@ def is_equal(row):
 
 
 def describe_difference(content, top):
-    """Lines for what ``run_diff`` has gathered."""
+    """Lines for the differences that ``run_diff`` gathered."""
     yield f"a  {content['a']}"
     yield f"b  {content['b']}"
     for title, key in (("configuration (not counted as a difference)", "config"), ("position", "position")):

@@ -1,4 +1,5 @@
-"""A checkpoint with the mean of the weights of several ones. The files are those of the last one, in its layout."""
+"""Writes a checkpoint with the mean weights of several checkpoints. Its files are those of the last one, in its
+layout."""
 
 import shutil
 
@@ -20,7 +21,7 @@ def write_mean(steps, run):
     """Write the last of ``steps``, ``Step``s of one model, with the mean of their weights below the directory ``run``.
 
     Returns the new step directory. One piece of one parameter is in memory at a time. Raises ConfigError if the disk is
-    too small, OSError, and leaves nothing then.
+    too small, or OSError, and then leaves no file.
     """
     last = steps[-1]
     target = run / "checkpoints" / last.path.name

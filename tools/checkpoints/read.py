@@ -1,8 +1,8 @@
-"""Checkpoints as a reader outside a run sees them: every byte against the manifest, every element of the model.
+"""Reads checkpoints outside a run, and compares every byte with the manifest and every element with the model.
 
-Files are hashed by many threads. Parameters and moments are read in pieces of a few megabytes, whatever
-their size and whatever layout wrote them, so that nothing here needs memory for a model. Nothing is unpickled: the
-files are JSON and safetensors.
+Files are hashed by many threads. Parameters and moments are read in pieces of a few megabytes, whatever their size and
+whatever layout wrote them, so that nothing here needs memory for a whole model. Nothing is unpickled: the files are
+JSON and safetensors.
 """
 
 import hashlib
@@ -31,10 +31,9 @@ ANY_STEP = re.compile(r"(damaged-)?step-\d+.*")  # also a step that was set asid
 
 
 class Step:
-    """A step directory. shapes: {name: shape} of every parameter of the model, in its order. segments: of the data, see
-    moh_lm.data.segments. skipped: the steps among the last ones that were.
-
-    hashed: compare every byte with the manifest first. Raises ConfigError naming what is damaged.
+    """A step directory. shapes: {name: shape} of every parameter of the model, in its order. segments: segments of the
+    data, see moh_lm.data.segments. skipped: recent steps that were skipped. hashed: compare every byte with the
+    manifest first. Raises ConfigError, naming damaged files.
     """
 
     def __init__(self, path, hashed=True):
@@ -59,7 +58,8 @@ class Step:
             raise ConfigError([f"{path}: is not a checkpoint of this version ({reason})"]) from error
 
     def read(self, kind, name):
-        """Flat fp32 pieces, end to end the whole parameter or moment. Raises ConfigError if a part is in no file."""
+        """Flat fp32 pieces that together form the whole parameter or moment. Raises ConfigError if a part is in no
+        file."""
         size = math.prod(self.shapes[name])
         for start in range(0, size, CHUNK):
             try:
@@ -77,7 +77,7 @@ class Step:
 
 
 def locate(path):
-    """Step directories that ``path`` names: itself, or those of a run directory, the newest first.
+    """The step directory ``path``, or the steps of the run directory ``path``, newest first.
 
     Raises ConfigError if there is none.
     """
@@ -124,7 +124,8 @@ def find_damage(step):
 
 
 def find_gaps(step):
-    """Sentences for what sound files lack: each element of the model in one place, finite, at the step of the name."""
+    """Sentences if undamaged files are not a complete model: every element has to be there once, be finite, and belong
+    to the step."""
     number = STEP_NAME.fullmatch(step.path.resolve().name)
     if number and int(number[1]) != step.state["step"]:
         yield f"{step.path / 'state.json'}: belongs to step {step.state['step']}"
@@ -147,7 +148,7 @@ def find_gaps(step):
 
 
 def uncovered(shape, found_shape, shards):
-    """What keeps a parameter of ``shape`` from being in the files whole and once; None if it is.
+    """The reason why a parameter of ``shape`` is not in the files exactly once; None if it is.
 
     shards: {Partition or None: [Piece]} of moh_lm.checkpoint.fragments.
     """
@@ -204,7 +205,7 @@ def norms(step):
 
 
 def changes(first, second):
-    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of what is in both, the most changed first.
+    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of parameters in both steps, the most changed first.
 
     equal: to the bit. absolute: the largest |b - a|. relative: that over the largest |a|. None: not finite.
     """

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint, and its parameters in one file. What is written is there in full, or not at all."""
+"""Writes copies of a checkpoint, and its parameters as one file. The result exists in full or not at all."""
 
 import contextlib
 import math
@@ -58,9 +58,8 @@ def copy(path, destination):
 
 
 def copy_files(source, entries, target):
-    """Copy the files under a temporary name, hashing what is read, then what was written; then give it its name.
-
-    The temporary name is not that of a save: a run must not take what a killed copy left for one, and start over.
+    """Copy the files under a temporary name, hash what is read and what was written, then rename. The temporary name
+    differs from that of a save, so that a run never mistakes what a killed copy left for an interrupted save.
     """
     temporary = target.with_name(f"copy-{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -87,8 +86,8 @@ def copy_files(source, entries, target):
 def consolidate(path, output, moments, dtype):
     """Write weights in ``dtype``, counts whole, the ``moments`` in fp32, as one safetensors file; returns its bytes.
 
-    Weights are their moving average where there is one, as in an evaluation and an export.
-    One piece of one parameter is in memory at a time. Raises ConfigError or OSError, and leaves nothing then.
+    If there is a moving average of the weights it is written, as in an evaluation and an export. One piece of one
+    parameter is in memory at a time. Raises ConfigError or OSError, and then leaves no file.
     """
     if output.suffix != ".safetensors":
         raise ConfigError([f"{output}: give a name that ends in .safetensors"])

@@ -2,14 +2,14 @@
 
     rise_i = loss with g_i(t) H_i(t) = 0 for all tokens t - loss, in nats per token
 
-One head at a time; what follows sees the change, and later layers choose their heads anew. The model goes on from the
-layer of the head only, so that a head costs half a forward pass on average. A rise below 0 says that the text is
-predicted better without the head. The size of what a head writes (importance.py) needs no passes of its own,
-but says nothing of what is made of it.
+One head is left out at a time. Later layers see the change and choose their heads again. Only the layers from that
+head's on are recomputed, so a head costs half a forward pass on average. A negative rise means that the text is
+predicted better without the head. The size of what a head writes (importance.py) needs no extra passes, but does not
+say how later layers use it.
 
-What heads do for each other shows when several are missing. The curve leaves them out one after another, those with the
-smallest rise first (the mean over domains), and gives the loss against the share of used heads that is kept (Michel et
-al. 2019, figure 3, where the measure is that of a task).
+Heads that stand in for each other show when several are missing. The curve leaves heads out one after another, those
+with the smallest rise (the mean over domains) first. It gives the loss against the share of used heads that is kept
+(Michel et al. 2019, figure 3, with a task's metric in place of the loss).
 """
 
 from functools import partial
@@ -72,7 +72,7 @@ def measure_pruning(model, domains, num_tokens, rises, used):
 
 
 def without_heads(layer, mask, x):
-    """What ``layer`` makes of ``x`` with its heads times ``mask`` [h]."""
+    """The output of ``layer`` for ``x`` with its heads multiplied by ``mask`` [h]."""
     weighted = read_heads(layer, x).weighted()
     return finish(layer, x, weighted * mask[:, None].to(weighted.dtype))
 
@@ -84,7 +84,7 @@ def sample(domain, num_tokens):
 
 
 def loss_of(model, x, layers, tokens):
-    """Mean loss of what ``layers`` make of x [s - 1, b, d], the input of all tokens, int64 [b, s], but the last."""
+    """Mean loss after ``layers`` of x [s - 1, b, d], the input for all tokens but the last; tokens: int64 [b, s]."""
     for layer in layers:
         x = layer(x)
     weight = model.head_weight()

@@ -1,4 +1,5 @@
-"""What follows from the measures of heads: classes, how alike domains use them, which are specialised, which alike.
+"""Conclusions from the measures of heads: their classes, how similarly domains use them, and which are specialised or
+alike.
 
     similarity     of domains a and b: 1 - mean over layers with routed heads of 1/2 sum_i |p_a(i) - p_b(i)|, where
                    p_d(i) = load_d(i) / sum_j load_d(j) over the routed heads of the layer: 1 - total variation, the
@@ -29,7 +30,7 @@ SPAN = 32  # tokens of an excerpt
 
 
 def kinds_of(model):
-    """What routing makes of each head: "shared", "routed", or "on" and "off" without a router: [L][h]."""
+    """The kind of each head, [L][h]: "shared" or "routed", or without a router "on" or "off"."""
     found = []
     config = model.config
     names = {"all": ("on", "on"), "static": ("on", "off"), "mixture": ("shared", "routed")}
@@ -42,7 +43,7 @@ def kinds_of(model):
 
 
 def classes_of(measures):
-    """Class of each head: [L][h]. measures: of ``measure_text``, with ``prefix`` and ``rare``."""
+    """Class of each head: [L][h]. measures: result of ``measure_text``, with ``prefix`` and ``rare``."""
     used = used_heads(measures)
     keys = ("offset", "offset_share", "previous", "second", "prefix", "rare")
     return [
@@ -55,7 +56,7 @@ def classes_of(measures):
 
 
 def shown(name):
-    """The name of a class, for a reader."""
+    """The name of a class as the page shows it."""
     return SHOWN.get(name, name)
 
 
@@ -103,7 +104,7 @@ def similarities(measures, routed):
 
 
 def specialisation(loads, routed):
-    """Bits, [L, h]; NaN for heads that are not routed. loads: {domain: [L, h]}."""
+    """The specialisation in bits, [L, h]; NaN for heads that are not routed. loads: {domain: [L, h]}."""
     loads = np.stack(list(loads.values()))
     return np.where(routed, binary_entropy(loads.mean(0)) - binary_entropy(loads).mean(0), np.nan)
 
@@ -114,7 +115,7 @@ def binary_entropy(p):
 
 
 class Ranked(NamedTuple):
-    """A head and its place in an order."""
+    """A head with its rank."""
 
     layer: int
     head: int
@@ -141,7 +142,8 @@ def alike(cka, used, count):
 
 
 def nearest(cka, used):
-    """The highest CKA of each head with another used one of its layer: [L, h], NaN where there is none; and which."""
+    """The highest CKA of each head with another used head of its layer, [L, h], NaN if there is none; and the number of
+    that head."""
     others = np.nan_to_num(cka, nan=-1)
     others[:, np.arange(cka.shape[1]), np.arange(cka.shape[1])] = -1
     others[np.broadcast_to(~used[:, None, :], others.shape)] = -1
@@ -156,7 +158,7 @@ class Excerpt(NamedTuple):
 
 
 def excerpts(measures, domains, layer, head, count):
-    """The spans of at most ``SPAN`` tokens whose gates add up to most, one of each window: the first ``count``."""
+    """The ``count`` spans of at most ``SPAN`` tokens with the largest sums of gates, at most one from each window."""
     found = []
     for domain in domains:
         for tokens, gates in zip(domain.windows, measures["gates"][domain.name], strict=True):

@@ -1,6 +1,7 @@
-"""Which heads a model can do without, by gates that are trained for it (Voita et al. 2019, arXiv 1905.09418, part 6).
+"""Finds the heads that a model can do without, by training gates for it (Voita et al. 2019, arXiv 1905.09418, section
+6).
 
-    s_i = sigmoid((ln u - ln(1 - u) + ln alpha_i) / beta), u uniform on (0, 1), anew for every step and head
+    s_i = sigmoid((ln u - ln(1 - u) + ln alpha_i) / beta), u uniform on (0, 1), drawn for every step and head
     z_i = min(1, max(0, s_i (zeta - gamma) + gamma)),      beta 2/3, gamma -0.1, zeta 1.1 (Louizos et al. 2018)
 
 The heads write z_i g_i H_i, and ln alpha is trained to lower loss + lambda sum_i P(z_i > 0), where P(z_i > 0) =

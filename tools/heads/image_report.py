@@ -1,4 +1,4 @@
-"""The heads that tokens of held-out images select, in numbers.
+"""Statistics of the heads that tokens of held-out images select.
 
 These are the figures of the paper (arXiv 2410.11842, Fig. 3 to 6). A ViT reads each image once. A DiT reads it at ten
 steps, one of each tenth of the schedule, which the images together cover evenly; its noise follows from the seed of the
@@ -35,7 +35,8 @@ TENTHS = 10
 
 
 def report_of(config, model, source, classes, number, batch_size):
-    """What heads.json says: of all, and for each key of ``figures`` the values of the layers with routed heads."""
+    """The content of heads.json: overall values, and for each key of ``figures`` the values of the layers with routed
+    heads."""
     dataset, indices = ImageSet(config, source, source), choose(source.labels, classes, number)
     labels = source.labels[indices]
     layers = [
@@ -53,7 +54,7 @@ def report_of(config, model, source, classes, number, batch_size):
 
 
 def choose(labels, classes, number):
-    """Numbers of images, at most ``number``: one of each class, then another one, and so on."""
+    """Numbers of at most ``number`` images: one of each class in turn, then another one, and so on."""
     mixed = order(IN_ORDER, 0, len(labels))
     turns = zip_longest(*(mixed[labels[mixed] == label] for label in classes))
     return np.array([index for turn in turns for index in turn if index is not None][:number])
@@ -129,7 +130,7 @@ def class_means(shares, labels, classes):
 
 
 def difference(shares, labels, classes):
-    """By how much the load of a head differs from class to class; None of one class, or of one image each."""
+    """By how much the load of a head differs between classes; None with a single class, or one image per class."""
     free = len(labels) - len(classes)
     if len(classes) == 1 or free == 0:
         return None

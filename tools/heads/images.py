@@ -31,7 +31,7 @@ def picture(report):
 
 
 def load_maps(maps, names):
-    """maps: {title: loads in percent [rows, heads], NaN where there is none}. names: of the rows."""
+    """maps: {title: loads in percent [rows, heads], NaN where there is none}. names: names of the rows."""
     across = min(ACROSS, len(maps))
     down = math.ceil(len(maps) / across)
     size = across * MAP_WIDTH + 0.8, down * (len(names) * ROW_HEIGHT + 0.4) + 0.7

@@ -109,7 +109,7 @@ def read_layer(config, layer, read):
 
 
 def head_order(importance, num_key_value_heads):
-    """Heads in an order that leaves the model as it is, the most important first as far as groups allow it.
+    """An order of heads that does not change the model, the most important ones first as far as groups allow.
 
     importance: [heads] of one layer.
     """

@@ -1,7 +1,8 @@
 """What each head of a model does, measured on text: which tokens use it, what it writes, where its attention goes.
 
-The model runs one layer at a time over all of the text, whose hidden states are kept; of attention maps only that of
-one head and window is. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before it:
+The model runs one layer at a time over all of the text and keeps its hidden states; only the attention map of one head
+and window is in memory. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before
+it:
 
     load_i      share of the tokens that use head i
     gate_i      mean of g_i(t) over these
@@ -93,7 +94,8 @@ def sweep(model, batches):
 
 
 def read_heads(layer, x):
-    """The ``Heads`` of a layer that reads x [s, b, d]: what its core attention is asked, and answers without gates."""
+    """The ``Heads`` of a layer with input x [s, b, d]: the inputs of its core attention, and its output without
+    gates."""
     attention, found = layer.self_attn, []
     with attention.core_attention.register_forward_pre_hook(lambda _, given: found.append(given)):
         attention(layer.input_layernorm(x), RouterInputs())
@@ -107,7 +109,7 @@ def read_heads(layer, x):
 
 
 def finish(layer, x, weighted):
-    """What the layer makes of ``x``, given g_i H_i [s, b, h, e]."""
+    """The output of the layer for ``x``, given g_i H_i [s, b, h, e]."""
     return layer.finish(x, layer.self_attn.o_proj(weighted.flatten(2)))
 
 
@@ -242,9 +244,9 @@ def measure_prefix(model, sequences):
 
 
 def measure_rare(model, domains, ranks):
-    """(rare [L, h], the share that a head would have whose largest weight lay anywhere with equal chances).
+    """(rare [L, h], the share of a head whose largest weight lies anywhere with equal probability).
 
-    ranks: int64 [vocab], as of ``head_text.frequency_ranks``.
+    ranks: int64 [vocab]; see ``frequency_ranks`` in text.py.
     """
     windows = [window for domain in domains for window in domain.windows]
     pieces = torch.stack([piece for window in windows for piece in window.unfold(0, SEGMENT, SEGMENT)])

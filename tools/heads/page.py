@@ -1,6 +1,6 @@
-"""The page of a head report: one HTML file, with its pictures inside and nothing from elsewhere.
+"""The page of a head report: one self-contained HTML file, pictures included.
 
-page.html is the template. Here stand the rows of its tables and how numbers and texts are written.
+page.html is the template. This file makes the rows of its tables and formats numbers and texts.
 """
 
 import base64
@@ -17,7 +17,8 @@ MOST_PLACES = 48  # heads of a class that are listed
 
 
 def page(report, pictures, decode):
-    """The HTML text. report, pictures: of ``head_report.report_of``. decode: a function from token ids to text."""
+    """The HTML text. report, pictures: results of ``report_of`` in report.py. decode: a function from token ids to
+    text."""
     template = template_beside(__file__, number=number, percent=percent, image=image, numbered=numbered)
     columns = head_columns(report)
     formulas = {"Measures": measures, "Findings": findings, "Importance": ablation, "L0 gates": gates, "Syntax": syntax}
@@ -69,12 +70,12 @@ def image(content):
 
 
 def picture_of(kind, index, domain):
-    """The name of a picture of a domain, for a file too."""
+    """The name of a domain's picture, which is also its file name."""
     return f"{kind}_{index}_" + "".join(char if char.isalnum() else "-" for char in domain)
 
 
 def token_texts(ids, decode):
-    """What each token adds to the text; the last token of a character has the character."""
+    """The text that each token adds; a character of several tokens counts for its last token."""
     texts, before = [], ""
     for end in range(1, len(ids) + 1):
         text = decode(ids[:end])

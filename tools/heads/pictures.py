@@ -38,7 +38,8 @@ def themed(draw, *arguments):
 def head_maps(panels, names, label, low, high, kinds=None):
     """Maps below one another. panels: [(title or None, values [rows, heads], NaN where there is none)].
 
-    names: of the rows. label: of the scale, which goes from ``low`` to ``high``. kinds: of the heads, [rows][heads].
+    names: names of the rows. label: label of the scale, which goes from ``low`` to ``high``. kinds: kinds of the heads,
+    [rows][heads].
     """
     rows, columns = panels[0][1].shape
     height = min(0.26, max(0.13 if isinstance(names[0], str) else 0.09, 3.2 / columns)) * rows

@@ -19,7 +19,8 @@ ABLATION_TOKENS = 2048  # of a model without routers, unless --ablation-tokens s
 
 
 def report_of(arguments, model, tokenizer, domains, changes=None):
-    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}}). changes: of ``measure_changes``."""
+    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}}). changes: result of
+    ``measure_changes``."""
     kinds = findings.kinds_of(model)
     routed, num_layers = routed_mask(kinds), len(kinds)
     tokens = arguments.ablation_tokens
@@ -64,7 +65,7 @@ def report_of(arguments, model, tokenizer, domains, changes=None):
 
 
 def compare_domains(arguments, measures, domains, routed):
-    """What the report says of routed heads over the domains."""
+    """The part of the report that compares the use of routed heads between domains."""
     bits = findings.specialisation(measures["load"], routed)
     found = {"similarity": findings.similarities(measures, routed), "specialisation": bits}
     sizes = sum(sum(map(len, domain.windows)) for domain in domains)
@@ -124,7 +125,7 @@ def draw_pictures(report, used):
 
 
 def highest(values):
-    """The end of a scale, above 0 although all values may be 0, or NaN."""
+    """The upper end of a scale; it is above 0 even if all values are 0 or NaN."""
     return max(1e-3, np.nanmax(values, initial=0))
 
 

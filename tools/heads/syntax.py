@@ -1,10 +1,10 @@
 """Heads that follow syntax: the largest weight lies on the other word of a relation (Voita et al. 2019, section 5.2).
 
 The relations are those of a treebank in CoNLL-U, the form of Universal Dependencies. A decoder sees earlier words only,
-so the later word of two asks: with its last token, and a hit is a largest weight on any token of the earlier one. Named
-after what is looked for, "nsubj dependent" is a verb that finds its subject, "nsubj governor" a subject that finds its
-verb. The baseline of a relation is a head that always looks at the most frequent distance in words. A head follows a
-relation if its share of hits is 10 points above that.
+so the query is the last token of the later word. It is a hit if the largest weight lies on any token of the earlier
+word. Names say what is looked for: "nsubj dependent" is a verb that finds its subject, "nsubj governor" a subject that
+finds its verb. The baseline of a relation is a head that always looks at the most frequent distance in words. A head
+follows a relation if its share of hits is 10 points above that.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The prompts of benchmark tasks as domains of a head report: which heads a task uses (Fig. 3 of the paper).
 
-Each column of a suite (tools/tasks/suites.py) is a domain: its prompts with their examples, as the harness puts them,
-one after the other, each a document. Answers are not part of it.
+Each column of a suite (tools/tasks/suites.py) is a domain: the harness's prompts with their examples, one after the
+other, each as a document. Answers are not included.
 """
 
 from collections import Counter

@@ -1,12 +1,12 @@
-"""The text that a head report is measured on: of each domain as many tokens as are asked for, in windows.
+"""The text on which a head report measures: the requested number of tokens from each domain, in windows.
 
 A domain is NAME=FILES, text in any form that data_prep/tokenize.py reads, or NAME=DIR, token shards: a data directory,
 the directory of one of its sources, or shards of other tools, also the PREFIX of one pair. DIR alone, a data directory,
 makes every source a domain.
 
-Of shards the windows lie evenly spaced over all of their tokens, held-out parts included. Of files each gives the same
-number of tokens, from its beginning on, as far as it has them. Windows join documents as training without
---reset-at-documents does; each document ends with the end-of-sequence token.
+Windows of shards are spaced evenly over all tokens, held-out parts included. Each file gives the same number of tokens
+from its beginning, or all it has if these are fewer. Windows join documents as training without --reset-at-documents
+does; each document ends with the end-of-sequence token.
 """
 
 import os
@@ -30,7 +30,7 @@ LONGEST_TOKEN = 32  # characters; of a long document only so many for each token
 
 
 class Domain(NamedTuple):
-    """windows: int64 [s] each, of one length. dropped: documents of the files that could not be read, by reason."""
+    """windows: int64 [s] each, of one length. dropped: documents that could not be read, by reason."""
 
     name: str
     windows: list
@@ -72,7 +72,7 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
 
 
 def read_shards(entry, name, place, tokenizer, seq_length, num_tokens):
-    """{domain: windows}: of every source, or of all together under ``name``."""
+    """{domain: windows} for every source, or for all sources together under ``name``."""
     sources, problems = open_directory(place)
     raise_any(problems)
     shards = [shard for shards in sources.values() for shard in shards]

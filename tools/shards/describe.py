@@ -1,4 +1,4 @@
-"""What tools/inspect_data.py has found in a data directory, as lines of text."""
+"""The findings of tools/inspect_data.py about a data directory, as lines of text."""
 
 import textwrap
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""What inspect_data.py reads of shards: their counts, the lengths of their documents, the checksums of their files."""
+"""What inspect_data.py reads from shards: counts, lengths of documents, checksums of files."""
 
 import os
 from collections import Counter
@@ -18,7 +18,7 @@ SHORT = 2**28  # bytes that are read before a bar would be of use
 
 
 def open_directory(path):
-    """({source: its shards}, sentences for what cannot be opened or is not as in the manifest).
+    """({source: its shards}, sentences for shards that cannot be opened or differ from the manifest).
 
     Without a manifest the shards may be those of other tools: every pair of files below ``path``, or the one pair that
     it is the prefix of, each under the name of its directory. Raises ConfigError if there is none.
@@ -92,7 +92,7 @@ def summarize_shard(shard, problems, report):
 
 
 def sum_of(name, rows):
-    """One row for several: of shards, or of sources."""
+    """One row that sums up several rows, of shards or of sources."""
     text_bytes = [row["text_bytes"] for row in rows]
     return {
         "name": name,
@@ -126,7 +126,7 @@ def histogram(lengths):
 
 
 def verify(shards):
-    """A sentence for each file of ``shards`` that is not as it was written; reads all of them, on all cores."""
+    """A sentence for each file of ``shards`` that differs from what was written; reads all files, on all cores."""
     size = sum(os.path.getsize(f"{shard.prefix}{suffix}") for shard in shards for suffix in (".bin", ".idx"))
     with progress_bar("verifying", size, SHORT) as bar, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = list(pool.map(lambda shard: list(verify_shard(shard, bar.update)), shards))

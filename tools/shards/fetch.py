@@ -3,7 +3,7 @@
     DIR/SOURCE/UNIT.bin.part    a file that is being copied; a later start goes on at its end
     DIR/.fetch                  the manifest and the tokenizer until all shards are there
 
-Nothing has its final name before its SHA-256 was compared: of .bin and .idx with the sidecar, of the sidecar with the
+No file gets its final name before its SHA-256 was compared: .bin and .idx with the sidecar, the sidecar with the
 manifest, which is sealed itself. The sidecar comes last, and the manifest after all sidecars.
 """
 
@@ -31,7 +31,7 @@ SUFFIXES = (".bin", ".idx")
 
 
 def fetch(url, output, workers):
-    """Make the data directory at ``url`` anew at ``output``; (shards copied, shards that were there).
+    """Copy the data directory at ``url`` to ``output``; returns (shards copied, shards that were there).
 
     Raises ConfigError for what the user has to fix, ShardError or OSError for files that are damaged or out of reach.
     """
@@ -87,7 +87,7 @@ class Origin:
 
 
 def persistently(name, work):
-    """What ``work()`` returns; a failure is tried again. Raises OSError with the last reason."""
+    """What ``work()`` returns, with retries after failures. Raises OSError with the last reason."""
     for attempt in range(ATTEMPTS):
         try:
             return work()
@@ -100,7 +100,8 @@ def persistently(name, work):
 
 
 def stage(origin, output, staged):
-    """Put the manifest and the tokenizer into the directory ``staged``; the manifest, whose names are names of files.
+    """Copy the manifest and the tokenizer into the directory ``staged``; returns the manifest, after checking its
+    names.
 
     Raises ConfigError if there is none, or ``output`` holds data of another tokenizer; ShardError.
     """
@@ -125,7 +126,7 @@ def stage(origin, output, staged):
 
 
 def is_complete(output, source, unit, entry):
-    """Whether the shard of a manifest's ``entry`` is there; the first read of a run compares its bytes."""
+    """Whether the shard of a manifest's ``entry`` exists; its bytes are compared when a run first reads it."""
     try:
         return open_shard(output / source / unit).content == entry["content"]
     except ShardError:
@@ -133,7 +134,7 @@ def is_complete(output, source, unit, entry):
 
 
 def fetch_unit(origin, output, source, unit, entry, report):
-    """Copy a shard. report: takes numbers of bytes. Raises ShardError or OSError."""
+    """Copy a shard. report: called with numbers of bytes. Raises ShardError or OSError."""
     prefix = output / source / unit
     prefix.parent.mkdir(exist_ok=True)
     sidecar, staged = beside(prefix, ".json"), beside(prefix, ".json.part")
@@ -166,7 +167,7 @@ class Copy:
             os.replace(target, self.part)
 
     def attempt(self):
-        """Copy the file; whether it is what the sidecar says and has its name now. Raises OSError."""
+        """Copy the file; returns whether it matches the sidecar and got its final name. Raises OSError."""
         persistently(f"{self.origin.url}/{self.name}", self.go_on)
         digest = hashlib.sha256()
         with open(self.part, "rb") as part:

@@ -20,7 +20,8 @@ def open_dataset(config):
 
 
 def sampled_dataset(config, given):
-    """The data of the run; where it is too small for one, with as much changed of what is not ``given`` as it takes."""
+    """The data of the run. If they are too small for a run, settings that are not ``given`` are changed until they
+    suffice."""
     changes = [{}]
     if "validation_fraction" not in given:
         changes.append({"validation_fraction": 0.0})
@@ -52,7 +53,7 @@ def decoder(arguments):
 
 
 def read_sample(dataset, number, decode):
-    """The window or packed row that sample ``number`` of a run is, in the pieces of documents that it is made of."""
+    """The window or packed row of sample ``number`` of a run, as the pieces of documents that make it up."""
     source, epoch, position = (int(column[0]) for column in dataset.mixture_of(number).locate([number]))
     stream = dataset.sources[source].training
     _, (row,) = dataset.rows([number])
@@ -81,7 +82,7 @@ def piece(shard, document, start, stop, decode):
 
 
 def dataset_of_state(arguments, number):
-    """The data of the segment that ``number`` is in, as the state of a checkpoint describes it."""
+    """The data of the segment that contains sample ``number``, from the state of a checkpoint."""
     try:
         state = parse_json(Path(arguments.state).read_text(encoding="utf-8"))
         consumed = state["consumed_samples"]

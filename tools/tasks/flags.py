@@ -1,4 +1,4 @@
-"""What tools/evaluate.py and tools/evaluate_prepare.py ask of the command line alike."""
+"""Flags that tools/evaluate.py and tools/evaluate_prepare.py have in common."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ def add_task_flags(parser):
 
 
 def task_problems(arguments):
-    """Sentences for what is wrong with them, and with --output, before anything is read or loaded."""
+    """Sentences for what is wrong with the flags and with --output, before anything is read or loaded."""
     problems = []
     if arguments.output and not os.path.isdir(arguments.output.parent):
         problems.append(f"--output {arguments.output}: there is no directory {arguments.output.parent}; create it")

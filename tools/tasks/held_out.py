@@ -1,10 +1,11 @@
-"""Held-out images that a trained model is asked about have to be like those of its training."""
+"""Checks that held-out images match those with which a model was trained."""
 
 from moh_lm.vision.loader import name_problems
 
 
 def image_problems(step, model, images):
-    """Sentences for ``images``, of --images, that are not like those of the training of the ``model`` of ``step``."""
+    """Sentences if ``images``, given by --images, do not match those with which the ``model`` of ``step`` was
+    trained."""
     yield from images.problems(model)
     found, known = len(images.classes), model.num_classes
     if found != known:

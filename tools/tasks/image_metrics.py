@@ -1,4 +1,4 @@
-"""How near drawn images are to real ones, by the features of Inception: what torch-fidelity computes."""
+"""How close generated images are to real ones, by features of Inception that torch-fidelity computes."""
 
 import contextlib
 import os
@@ -59,7 +59,7 @@ def pngs(directory):
 
 
 def compare(arguments, device):
-    """Print how near the samples are to the reference."""
+    """Print how close the samples are to the reference."""
     samples, reference = Pictures("--samples", arguments.samples), Pictures("--reference", arguments.reference)
     try:
         weights = read_released(arguments.inception)  # torch-fidelity would run code that is in it

@@ -1,8 +1,8 @@
-"""The tasks of a suite for lm-evaluation-harness, with their rows: of the hub, or local files (docs/huggingface.md).
+"""The tasks of a suite for lm-evaluation-harness, with their rows from the hub or local files (docs/huggingface.md).
 
 Prompts, choices and metrics are those of the harness's own task files. Rows come from the data sets on the hub that
-these name. ``datasets`` no longer runs those that are scripts there (LogiQA); of them the hub's conversion to Parquet
-is read, CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
+these name. ``datasets`` no longer runs data sets that are scripts there (LogiQA); for them the hub's conversion to
+Parquet is read, CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
 
 Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
 TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
@@ -26,7 +26,7 @@ SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
 def task_manager(entries, data, scratch):
-    """The harness's TaskManager of ``entries``, with their rows in ``data`` unless it is None.
+    """The harness's TaskManager for ``entries``, with rows from ``data`` unless it is None.
 
     Only the folders of the entries are read: to read all of its files takes many seconds. Raises ConfigError.
     """
@@ -46,7 +46,7 @@ def task_manager(entries, data, scratch):
 
 @contextmanager
 def load_tasks(entries, data):
-    """The harness's TaskManager of ``entries``, and {task: what its ``load`` gives}, all rows read, while in the block.
+    """A context with the harness's TaskManager for ``entries`` and {task: result of its ``load``}, with all rows read.
 
     Raises ConfigError, and RuntimeError if some rows cannot be read.
     """
@@ -81,7 +81,7 @@ def load_task(manager, task, scratch):
 
 
 def leaves(index, name):
-    """Names of the tasks that a task, tag or group of the harness's ``index`` consists of."""
+    """Names of the tasks in a task, tag or group of the harness's ``index``."""
     entry = index[name]
     if entry.kind.name == "TAG":
         return sorted(entry.tags)
@@ -95,7 +95,7 @@ def leaves(index, name):
 def write_local_tasks(entries, data, index, directory):
     """Write a task file for every leaf of ``entries`` into ``directory``, with its rows in ``data``.
 
-    index: of the harness. Raises ConfigError for all files that are missing or have not the official fields.
+    index: the harness's index. Raises ConfigError with all files that are missing or lack official fields.
     """
     problems, files = [], {}
     for entry in entries:
@@ -129,7 +129,7 @@ def splits_of(config, shots, directory):
 
 
 def local_task(leaf, config, official, found, directory):
-    """Content of a task file: the ``official`` one but for its rows."""
+    """Content of a task file: the ``official`` one with rows from a local file."""
     absent = {key: None for key in SPLITS if config.get(key) and config[key] not in found}
     return {
         "include": str(official),

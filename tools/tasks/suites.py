@@ -1,4 +1,4 @@
-"""The paper's sets of tasks for lm-evaluation-harness. tools/tasks/rows.py has them loaded."""
+"""The paper's sets of tasks for lm-evaluation-harness. tools/tasks/rows.py loads them."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ SEED = 1234  # of the draw of examples for a prompt, as in the harness's own pro
 class Entry(NamedTuple):
     """One column of the paper's table.
 
-    task: the harness's name of a task or group. folder: of the harness that defines it. shots: examples in the prompt.
-    metric: the harness's key. fields: what a local row must have. parts: the harness's tasks whose mean is the column,
-    if it is not one task; local rows are those of the last part.
+    task: the harness's name of a task or group. folder: the harness's folder that defines it. shots: examples in the
+    prompt. metric: the harness's key. fields: fields that a local row must have. parts: the harness's tasks whose mean
+    is the column, if it is not one task; local rows are those of the last part.
     """
 
     column: str
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
     @property
     def tasks(self):
-        """Names of the harness."""
+        """The harness's names of its tasks."""
         return self.parts or (self.task,)
 
 
@@ -62,7 +62,7 @@ SUITES = {
 
 
 def entries_of(suite, names):
-    """The entries of a suite, or those that ``names`` choose. Raises ConfigError for a name it does not have."""
+    """The entries of a suite, or those whose names are in ``names``. Raises ConfigError for a name it does not have."""
     entries = SUITES[suite]
     known = [entry.task for entry in entries]
     unknown = [name for name in names or () if name not in known]

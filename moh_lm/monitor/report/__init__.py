@@ -1,4 +1,4 @@
-"""The page of a run: what its directory says (series), the pictures, the HTML."""
+"""The run report: reading the run directory (series), pictures, tables and the HTML page."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 def report_run(directory, config_type):
     """Write report.html into the directory of a run with a configuration of this type.
 
-    A failure is a line on standard error: a page is not worth a run.
+    A failure only prints a line on standard error, because a report is not worth ending a run for.
     """
     path = Path(directory) / "report.html"
     try:

@@ -29,8 +29,8 @@ CAPTIONS = {  # how a picture is to be read
 def write_page(directories, output, config_type=Config, with_png=False):
     """Write the report of the runs at ``output``, an HTML file, and each picture as PNG beside it; the files written.
 
-    config_type: of their configurations. Raises ConfigError if a directory is not that of a run, OSError if a file
-    cannot be written.
+    config_type: class of their configurations. Raises ConfigError if a directory is not that of a run, OSError if a
+    file cannot be written.
     """
     runs = [RunRecord(directory, config_type) for directory in directories]
     is_one = len(runs) == 1
@@ -117,7 +117,7 @@ def fair_loads(run):
 
 
 def by_source(run, training, validation):
-    """Lines of each source in its colour: of the training, and points of the held-out samples."""
+    """Lines of each source in its colour: the training loss, and points for held-out samples."""
     names = [name.removeprefix(training) for name in run.curves if name.startswith(training)]
     found = {}
     for index, name in enumerate(names):

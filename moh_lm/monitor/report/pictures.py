@@ -62,7 +62,7 @@ def lines(series, label, marks=(), logarithmic=False, floor=None):
 
 
 def load_map(loads, fair=()):
-    """A ``Figure``: a band for each layer, a row for each routed head, steps to the right. loads: of ``RunRecord``.
+    """A ``Figure``: a band for each layer, a row for each routed head, steps to the right. loads: ``RunRecord.loads``.
 
     fair: loads that the scale marks, those of heads that are all used alike.
     """

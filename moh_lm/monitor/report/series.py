@@ -1,7 +1,7 @@
-"""What a run directory says of a run: figures over steps, events, configuration.
+"""What a run directory says about a run: metrics over steps, events, configuration.
 
-Read from config.json, metrics.jsonl and events.jsonl alone, so a run that goes on or that was killed can be read too.
-Curves of many rows are joined into at most ``POINTS`` points, each the mean of as many rows.
+Only config.json, metrics.jsonl and events.jsonl are read, so a run that is still training or was killed can be read
+too. Curves are reduced to at most ``POINTS`` points, each the mean of equally many rows.
 """
 
 import math
@@ -30,7 +30,7 @@ HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md def
 class RunRecord:
     """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
 
-    config_type: of its configuration. Raises ConfigError if ``directory`` is not that of a run.
+    config_type: class of its configuration. Raises ConfigError if ``directory`` is not that of a run.
     """
 
     def __init__(self, directory, config_type=Config):
@@ -86,21 +86,21 @@ class RunRecord:
 
     @property
     def state(self):
-        """How the run ended, in words."""
+        """A text that says how the run ended."""
         turns = [event for event in self.events if event["event"] in ("complete", "stopped", "failed", "resumed")]
         last, of = turns[-1] if turns else None, self.config.run.train_iters
         if self.step >= of and (last is None or last["event"] == "resumed"):  # the same command was given once more
             return f"complete after step {self.step:,} of {of:,}"
         if last is None or last["event"] == "resumed" or last["step"] < self.step:
-            return f"at step {self.step:,} of {of:,}; it goes on, or was killed"
+            return f"at step {self.step:,} of {of:,}; it is still running, or was killed"
         return f"{last['event']} after step {last['step']:,} of {of:,}"
 
     def tokens_at(self, step):
-        """Tokens up to ``step``, as the rows say; those of later steps have the length of now."""
+        """Tokens up to ``step``, from the rows; later steps are counted with the current sequence length."""
         return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.tokens_per_iteration
 
     def tokens_of_parent(self, training):
-        """Tokens that another run had read whose checkpoint this one began with: it resumed before any save."""
+        """Tokens that another run had read before this one started from its checkpoint."""
         first = next((event for event in self.events if event["event"] in ("saved", "resumed")), {"event": "saved"})
         if not training or first["event"] == "saved":
             return 0
@@ -108,7 +108,7 @@ class RunRecord:
         return row["tokens"] - (row["step"] - first["step"]) * self.config.tokens_per_iteration
 
     def standing_events(self):
-        """The events but those of steps that a later resume undid."""
+        """The events, without those of steps that a later resume undid."""
         standing, resumed = [], math.inf
         for event in reversed(self.events):
             if event["step"] <= resumed:
@@ -118,7 +118,7 @@ class RunRecord:
         return standing[::-1]
 
     def command(self):
-        """The flags that differ from the defaults, as they would be typed."""
+        """The flags that differ from the defaults, as one would type them."""
         words = [f"python -m {self.config.program}"]
         for section, entry in walk(self.config):
             value = getattr(section, entry.name)
@@ -144,7 +144,7 @@ def written(value, quote=str):
 
 
 def takes(function, value):
-    """Whether ``function`` can read ``value``, which a program of another version or a hand has written."""
+    """Whether ``function`` can read ``value``, which another version or a person may have written."""
     try:
         function(value)
     except ODD:
@@ -219,7 +219,7 @@ def accuracy_curves(groups):
 
 
 def of_one_shape(training):
-    """The rows with figures of heads that have as many routed heads in each layer as most of them."""
+    """The rows with head metrics whose layers have as many routed heads as in most rows."""
     rows = [row for row in training if "heads" in row and takes(shape_of, row)]
     usual = Counter(map(shape_of, rows)).most_common(1)
     return [row for row in rows if shape_of(row) == usual[0][0]]
@@ -264,7 +264,7 @@ def mean_sink(row, layer):
 
 
 def of_layer(row, key, layer):
-    """A figure of a layer in a row; None if the row has none."""
+    """A metric of a layer in a row; None if the row lacks it."""
     layers, found = row["heads"]["layer"], row["heads"].get(key)
     return None if found is None or layer not in layers else found[layers.index(layer)]
 

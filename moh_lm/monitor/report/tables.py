@@ -1,4 +1,4 @@
-"""The tables of a run report: what a run is and how it stands, losses, settings that differ, samples, events."""
+"""The tables of a run report: summary of the run, losses, settings that differ, samples and events."""
 
 from itertools import groupby
 
@@ -103,14 +103,14 @@ def pair(row, source):
 
 
 def differences(runs):
-    """[setting, then its value in each run] where not all are the same."""
+    """[setting, then its value in each run] for settings that differ between runs."""
     settings = [run.config.to_dict() for run in runs]
     rows = [[key, *(written(values[key]) for values in settings)] for key in settings[0]]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def sample_rows(runs):
-    """(prompt, run, step, what its checkpoint makes of the prompt), so that those of a prompt stand together.
+    """(prompt, run, step, continuation at that step), sorted by prompt.
 
     runs: {name: ``RunRecord``}.
     """
@@ -121,7 +121,7 @@ def sample_rows(runs):
 def event_rows(events, most=MOST_EVENTS):
     """The last ``most`` of [(time, step, event, its facts in words)].
 
-    Skipped steps that follow one another are one row, and so are more than a few other events of a kind.
+    Consecutive skipped steps share a row, and so do other events of a kind if there are more than a few.
     """
     found = []
     for (name, _), alike in groupby(events, lambda event: (event["event"], event.get("alarm"))):

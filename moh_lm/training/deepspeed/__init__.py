@@ -1,7 +1,7 @@
-"""DeepSpeed: the only folder that imports it, and that touches private names of its and of torch.distributed's.
+"""The only folder that imports DeepSpeed, and that uses private names of DeepSpeed and of torch.distributed.
 
-They hold for the versions that tests/training/test_deepspeed.py names; read a newer DeepSpeed against this folder. Its
-logger reports errors only, from its import on: what it warns about is reported by moh_lm, or is no concern of a user.
+These names are valid for the versions that tests/training/test_deepspeed.py lists; compare a newer DeepSpeed with this
+folder. DeepSpeed's logger reports only errors here: moh_lm reports what matters among its warnings.
 """
 
 import logging

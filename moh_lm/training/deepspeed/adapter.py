@@ -41,7 +41,8 @@ class ModelParallelUnit:
 def wrap(model, optimizer, config, groups, micro_batches):
     """DeepSpeed's engine for ``model``, which it shards as ``config`` says.
 
-    optimizer: a torch optimizer over parameters of ``model``. micro_batches: of a step on each data-parallel rank.
+    optimizer: a torch optimizer over parameters of ``model``. micro_batches: number of them per step and data-parallel
+    rank.
     """
     needs_groups = groups.tensor is not None and groups.pipeline is None  # a PipelineModule makes its own
     with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory

@@ -1,13 +1,13 @@
-"""DeepSpeed's settings: what it gets wrong, or does slowly, unless told.
+"""DeepSpeed's settings, among them those without which it is wrong or slow.
 
-They follow from the configuration of the run; there is no second file to keep in step.
+They follow from the configuration of the run, so there is no second file to keep consistent.
 """
 
 from moh_lm.config import REDUCE_BUCKET
 
 
 def deepspeed_config(config, micro_batches, num_parameters):
-    """The dictionary that ``deepspeed.initialize`` takes. num_parameters: of this rank."""
+    """The dictionary for ``deepspeed.initialize``. num_parameters: parameters of this rank."""
     return {
         "train_micro_batch_size_per_gpu": config.run.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,

@@ -1,12 +1,12 @@
-"""The global gradient norm: looked at before any weight changes, and summed in float64 but for ZeRO-3 and for offload,
-where it is DeepSpeed's own.
+"""The global gradient norm, which is checked before any weight changes. It is summed in float64, except with ZeRO-3 and
+with offload, where it is DeepSpeed's own.
 
-DeepSpeed skips a step whose norm is not finite. It asks for the norm in one place, after the last backward pass; here
-the answer passes through ``examine(norm, copies)``, which returns it, or infinity if the step is to be skipped. Copies
-are the gradients of weights that another rank counts: they are in no norm, and enter this rank's weights all the same.
+DeepSpeed skips a step whose norm is not finite. It asks for the norm in one place, after the last backward pass. Here
+the answer passes through ``examine(norm, copies)``, which returns the norm, or infinity if the step is to be skipped.
+Copies are gradients of weights that another rank counts: they are part of no norm but still change this rank's weights.
 
-DeepSpeed adds the squares of each pipeline stage in fp32, so that the last bit of the norm, and by clipping every
-weight, would depend on the number of stages. Squares added in float64 and rounded once do not.
+DeepSpeed adds the squares of each pipeline stage in fp32. The last bit of the norm, and through clipping every weight,
+would then depend on the number of stages. Squares added in float64 and rounded once do not.
 """
 
 import functools
@@ -21,9 +21,9 @@ from moh_lm.training.deepspeed.shards import is_tied_copy
 
 
 def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
-    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``.
+    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, through ``examine``.
 
-    router_limit: of ``RouterClip``; 0: routers are clipped with all else.
+    router_limit: limit of ``RouterClip``; 0: routers are clipped together with everything else.
     """
     if router_limit:
         examine = RouterClip(optimizer, zero_stage, router_limit, examine).clip
@@ -61,7 +61,7 @@ class RouterClip:
         optimizer.optimizer.register_step_pre_hook(self.multiply)
 
     def clip(self, norm, copies):
-        """In place of ``examine``, which judges the norm before any clipping."""
+        """Replaces ``examine``, which sees the norm before any clipping."""
         norm = self.examine(norm, copies)
         routers, others = (part.double() for part in self.norms())
         self.factor = (self.limit / routers).clamp(max=1)
@@ -122,7 +122,7 @@ def examine_norm_of_whole_gradients(optimizer, examine):
 def norm_of_whole_gradients(optimizer):
     """A function in place of DeepSpeed's: the norm of gradients that every data-parallel rank holds whole.
 
-    The caller leaves copies out, so a pipeline stage with nothing but a tied head has no gradients to count.
+    The caller leaves copies out, so a pipeline stage that only has a tied head has no gradients to count.
     """
     groups = [] if optimizer.mpu is None else [optimizer.mpu.get_model_parallel_group()]
     return lambda gradients: norm_of(gradients, groups)
@@ -141,7 +141,7 @@ def copies_of(optimizer, parameter_groups, offloaded):
 
 
 def divide_norms(optimizer, parameter_groups):
-    """``divide`` of the norms of gradients that are offloaded: DeepSpeed notes all of these."""
+    """``divide`` for the norms of offloaded gradients, all of which DeepSpeed records."""
     norms = optimizer.norm_for_param_grads  # a rank with nothing but padding of a parameter has none
     found = {True: [], False: []}
     for parameter in (p for parameters in parameter_groups for p in parameters):
@@ -168,7 +168,7 @@ def without(tensors, others):
 
 
 def counts(optimizer, parameter):
-    """Whether this rank counts ``parameter``: of copies in other stages or tensor-parallel ranks, one does."""
+    """Whether this rank counts ``parameter``: exactly one of the ranks that hold a copy does."""
     if is_tied_copy(parameter):
         return False
     return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0

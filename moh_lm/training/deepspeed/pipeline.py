@@ -1,7 +1,8 @@
-"""The model as one ordered list of layers, of which each pipeline stage holds a run: DeepSpeed's ``PipelineModule``.
+"""The model as one ordered list of layers, DeepSpeed's ``PipelineModule``. Each pipeline stage holds a consecutive
+part.
 
 One tensor [s/tp, b, d] passes between the stages; losses of routers start where they are computed (``attach_loss``) and
-need no passage. Each layer stands in the list with the prefix that turns its parameter names into those of
+need not be passed on. Each layer in the list comes with the prefix that turns its parameter names into those of
 ``CausalLM``.
 """
 
@@ -84,7 +85,7 @@ class PipelineCausalLM(pipe.PipelineModule):
         initialize(self.canonical_parameters(), settings.seed)
 
     def feed(self, micro_batches):
-        """Take what the coming forward passes need besides their input. micro_batches: [MicroBatch], in their order."""
+        """Store what the next forward passes need besides their input. micro_batches: [MicroBatch], in their order."""
         self.batch.feed([batch.positions for batch in micro_batches], [batch.samples for batch in micro_batches])
         if self.stage_id == self.num_stages - 1:
             self.labels.extend(batch.labels for batch in micro_batches)

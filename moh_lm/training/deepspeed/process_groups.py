@@ -1,4 +1,4 @@
-"""Process groups: how long the ranks of one wait for each other, which torch lets nobody change by a public name."""
+"""Time-outs of open process groups, which torch offers no public function to change."""
 
 from datetime import timedelta
 

@@ -1,9 +1,9 @@
 """The optimizer sharded by ZeRO, and its state in addressable pieces.
 
-Under every ZeRO stage a rank owns, of some parameters, a range of the flattened elements: their fp32 masters and their
-moments, both of AdamW's and the first of Muon's. DeepSpeed keeps these in flat buffers whose layout depends on the
-stage and on the number of ranks; here they become ``Fragment``s of moh_lm.checkpoint.fragments with canonical
-addresses, the optimizer's own memory, to be written to a checkpoint or filled from one.
+Under every ZeRO stage a rank owns a range of the flattened elements of some parameters: their fp32 masters and their
+moments, two for AdamW and one for Muon. DeepSpeed keeps these in flat buffers whose layout depends on the stage and on
+the number of ranks. Here they become ``Fragment``s of moh_lm.checkpoint.fragments with canonical addresses. Fragments
+share the optimizer's memory, so a checkpoint is written from them and loaded into them.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from moh_lm.training.parameter_groups import rule_of
 class ShardedOptimizer:
     """DeepSpeed's optimizer of ``zero_stage``; its moments exist from the start, so that they can always be saved.
 
-    rank: in the data-parallel group. examine: sees the gradient norm of every step before the step is taken; see
-    moh_lm.training.deepspeed.norms. router_limit: of ``examine_norms``. ema_decay: of a moving average of the masters;
-    0: none.
+    rank: rank in the data-parallel group. examine: called with the gradient norm before every step; see
+    moh_lm.training.deepspeed.norms. router_limit: see ``examine_norms``. ema_decay: decay of a moving average of the
+    masters; 0: no average.
     """
 
     def __init__(self, optimizer, zero_stage, rank, examine, router_limit=0.0, ema_decay=0.0):
@@ -68,7 +68,8 @@ class ShardedOptimizer:
         return self.optimizer.param_groups[index]
 
     def clear_padding(self):
-        """Set to 0 what ZeRO-3 appends to a parameter that its ranks do not divide: it is what the memory held."""
+        """Set to 0 the padding that ZeRO-3 adds to a parameter that its ranks do not divide evenly; it is uninitialised
+        memory."""
         for parameter in chain(*self.optimizer.fp16_groups):
             number, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             _, owned = slice_range(parameter, self.rank)
@@ -76,12 +77,12 @@ class ShardedOptimizer:
                 flat.data[offset + owned : offset + parameter.partition_numel()] = 0
 
     def set_learning_rates(self, rate, router_rate):
-        """router_rate: of the routers."""
+        """Set the learning rates of all groups. router_rate: learning rate of the routers."""
         for group in self.optimizer.param_groups:
             group["lr"] = (router_rate if group["router"] else rate) * group["rate"]
 
     def place(self, parameter):
-        """The ``Place`` of what this rank owns of it, or None."""
+        """The ``Place`` of the part of a parameter that this rank owns, or None."""
         if self.whole_parameters:
             mapping = parameter._hp_mapping
             if mapping is None:
@@ -93,7 +94,7 @@ class ShardedOptimizer:
         return Place(number, offset, start, length) if length > 0 else None
 
     def fragment(self, parameter):
-        """(start, tensors) of what this rank owns of it, or None; see ``Fragment``."""
+        """(start, tensors) of the part of a parameter that this rank owns, or None; see ``Fragment``."""
         place = self.place(parameter)
         if place is None:
             return None
@@ -110,9 +111,10 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def adopt(self, steps, rested=0, frozen=0):
-        """Go on after ``steps`` steps from fragments that were filled from a checkpoint.
+        """Resume after ``steps`` steps, from fragments that were filled from a checkpoint.
 
-        rested, frozen: of these steps. Adam's bias correction counts the steps that the moments have seen.
+        rested, frozen: how many of these steps were so. Adam's bias correction counts the steps that the moments have
+        seen.
         """
         self.rested, self.frozen = rested, frozen
         for count, is_router in self.counts():
@@ -121,14 +123,14 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def rest(self):
-        """Take back, for the routers, the count of a step in which they rested: their moments have not begun."""
+        """Uncount a step in which the routers rested, because their moments have not begun."""
         self.rested += 1
         for count, is_router in self.counts():
             if is_router:
                 count -= 1
 
     def uncounted(self, is_router):
-        """Of the steps taken, those that the moments of the routers, or of other weights, have not seen."""
+        """The number of steps that the moments of the routers, or of other weights, have not seen."""
         return self.rested if is_router else self.frozen
 
     def counts(self):
@@ -144,7 +146,7 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def averaged(self):
-        """Within it the weights of the model are the average, if there is one; all ranks together."""
+        """A context in which the weights of the model are the average, if there is one; all ranks together."""
         self.exchange_average()
         yield
         self.exchange_average()
@@ -162,8 +164,8 @@ class ShardedOptimizer:
     def drop_gradients(self):
         """Forget the gradients of a step that was skipped.
 
-        DeepSpeed does, but for one case: bf16 gradients that ZeRO-1 or 2 sums in fp32 and offloads. The next step
-        would add its own to them.
+        DeepSpeed does so except for bf16 gradients that ZeRO-1 or 2 sums in fp32 and offloads. The next step would be
+        added to them.
         """
         if self.whole_parameters and getattr(self.optimizer, "cpu_offload", False):
             gradients = self.optimizer.averaged_gradients

@@ -1,4 +1,4 @@
-"""What DeepSpeed notes on parameters: the slices of ZeRO-3, and which weights another pipeline stage has too."""
+"""What DeepSpeed records on parameters: the slices of ZeRO-3, and which weights another pipeline stage also has."""
 
 
 def local_slice(parameter):
@@ -9,7 +9,7 @@ def local_slice(parameter):
 def slice_range(parameter, rank):
     """(first element, number of elements) of the flattened ``parameter`` in the slice of the data-parallel ``rank``.
 
-    What the slice holds beyond them is padding.
+    The rest of the slice is padding.
     """
     size = parameter.partition_numel()
     start = rank * size
@@ -17,5 +17,5 @@ def slice_range(parameter, rank):
 
 
 def is_tied_copy(parameter):
-    """Whether another pipeline stage holds the same weight, and speaks for it."""
+    """Whether another pipeline stage holds the same weight and is the one that counts it."""
     return getattr(parameter, "ds_pipe_replicated", False)

@@ -1,4 +1,4 @@
-"""DeepSpeed before there is an engine: what it looks for, says and opens as a process starts."""
+"""DeepSpeed at the start of a process: which devices it sees, what it prints and which groups it opens."""
 
 from datetime import timedelta
 
@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 def quiet():
     """Have DeepSpeed build none of its own ops.
 
-    It would ask a compiler which of them could be built. The one that it would build by itself, on a CPU, takes a
-    minute and shared memory that nobody removes; training calls none of them.
+    It would ask a compiler which of them can be built. The op that it builds by itself on a CPU takes a minute, and
+    shared memory that is never removed. Training uses none of them.
     """
     deepspeed.ops.__compatible_ops__ = {}
 
@@ -23,5 +23,5 @@ def visible_gpus():
 
 
 def init_distributed(backend, seconds):
-    """Let DeepSpeed use the process group that is open, with the time-out of so many ``seconds`` for its own groups."""
+    """Let DeepSpeed use the open process group, and ``seconds`` as the time-out of groups that it opens itself."""
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=seconds), verbose=False)

@@ -125,7 +125,7 @@ def test_a_scale_ends_at_the_highest_value(tools):
     assert 0 < highest(np.zeros((2, 2))) == highest(np.full((2, 2), np.nan)) < 0.01
 
 
-def test_what_has_to_be_mended_is_said(tools, head_tool, run, corpus, tmp_path, monkeypatch):
+def test_what_has_to_be_fixed_is_said(tools, head_tool, run, corpus, tmp_path, monkeypatch):
     flags = ("--model", run, "--output", tmp_path, "--data", f"a={corpus}/a.jsonl")
     for more, words in [
         (("--seq-length", 999), "must be between 32 and 64"),

@@ -108,7 +108,7 @@ def test_the_tokenizer_of_a_gguf_file_gives_the_same_ids(imported, tmp_path):
     write_gguf(tmp_path / "small.gguf", model, tokenizer=tokenizer)
     step = find_step(imported(tmp_path / "small.gguf"))
     after = HuggingFaceModel(step)
-    assert (after.eos_id(), after.bos_id()) == (2, 1)
+    assert (after.eos_id(), after.bos_id(), after.vocab_size()) == (2, 1, before.vocab_size())
     for text in (*TEXTS, "", " a  b\n\t", "</s> \u00e9\U0001f600"):
         assert after.encode(text).tolist() == before.encode(text).tolist(), text
     assert "<turn>" in json.loads((step / "tokenizer_config.json").read_text())["chat_template"]

@@ -87,7 +87,7 @@ def check_export(step, config, directory, tokenizer, stock=None):
 
 
 def in_fp32(model):
-    """``model`` with its scores ranked in fp32: in bf16 the last bit of a query may select another head."""
+    """``model`` with its scores ranked in fp32, because in bf16 the last bit of a query may select a different head."""
     return replace(model, heads=replace(model.heads, routing_dtype="fp32"))
 
 
@@ -135,7 +135,8 @@ def empty(module, inputs, output):
 
 
 def hugging_face_logits(directory, tokens, tokenizer):
-    """The same from this file in a process of its own, without network; raises ExportError with its last line."""
+    """The same logits from transformers, in a separate process without network; raises ExportError with its last
+    line."""
     with tempfile.TemporaryDirectory() as scratch:
         np.save(f"{scratch}/tokens.npy", tokens.numpy())
         offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": scratch, "HF_MODULES_CACHE": f"{scratch}/modules"}
@@ -164,7 +165,7 @@ def main():
 
 
 def check_tokenizer(export, path):
-    """Exit with a message if the tokenizer of ``export`` gives other ids than the one at ``path``."""
+    """Exit with a message if the tokenizer of ``export`` gives different ids than the one at ``path``."""
     try:
         original = read_model(path)
     except ConfigError as error:  # the package is absent
@@ -178,7 +179,8 @@ def check_tokenizer(export, path):
 
 @torch.no_grad()
 def compute_logits(export, tokens):
-    """Logits as of ``trainer_logits``; exits with a message unless the weights are exactly those of the model."""
+    """Logits of the same form as from ``trainer_logits``; exits with a message unless the weights are exactly those of
+    the model."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         export, trust_remote_code=True, torch_dtype="auto", output_loading_info=True
     )

@@ -1,7 +1,7 @@
-"""The directory of an export: what may be replaced in it, and where the next one is written before it takes its place.
+"""The directory of an export: which files may be replaced, and where a new export is written before it takes its place.
 
 ``LIST`` in an export names its other files with their hashes. Only files of that list, as they were written, are ever
-removed: what someone has put or changed there, such as a model that was fine-tuned in place, stays, and is named.
+removed: files that someone added or changed there, such as a model fine-tuned in place, stay and are named.
 """
 
 import fcntl
@@ -19,7 +19,8 @@ HELD = b"held\n"  # in the lock of a workplace, once its process holds it
 
 
 def output_problems(output, overwrite):
-    """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
+    """Sentences for what is wrong with ``output``; none if it is absent, empty, or an export that may be
+    overwritten."""
     try:
         if not output.exists() or not any(output.iterdir()):
             return []
@@ -59,7 +60,7 @@ def write_list(directory):
 
 @contextmanager
 def workplace(parent):
-    """A new directory in ``parent`` to write an export in, which is removed in the end unless it was published.
+    """A new directory in ``parent`` for writing an export; it is removed at the end unless it was published.
 
     What a kill has left of earlier ones is removed as well: nobody holds its lock, whatever numbers processes have.
     """
@@ -80,7 +81,7 @@ def workplace(parent):
 
 
 def publish(written, output):
-    """Give what is in a ``workplace`` the name ``output``; an earlier export makes room first, and is deleted last."""
+    """Rename a finished ``workplace`` to ``output``; an earlier export is moved away first and deleted last."""
     former = written.with_name("former")
     if output.exists():
         output.rename(former)

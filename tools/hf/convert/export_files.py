@@ -20,7 +20,7 @@ class ExportError(Failure):
 
 
 def plan_shards(sizes, most):
-    """Consecutive names in files of at most ``most`` bytes, or of one parameter that is larger.
+    """Lists of consecutive names for files of at most ``most`` bytes each, or of a single larger parameter.
 
     sizes: {name: bytes}.
     """

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import read_json
 
 SUFFIX = ".gguf"
 OF_LAYER = (
@@ -105,8 +106,18 @@ def write_tokenizer(path, directory):
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         tokenizer.save_pretrained(directory, save_jinja_files=False)
+        drop_foreign_tokens(directory)
         for name, content in Tokenizer(str(directory)).contents().items():
             (directory / name).write_bytes(content)
     except Exception as error:  # converters of transformers raise anything
         remedy = "give the tokenizer of the data by --tokenizer"
         print(f"no tokenizer can be read from {path} ({type(error).__name__}: {error}); {remedy}", flush=True)
+
+
+def drop_foreign_tokens(directory):
+    """Drop the special tokens that the file has not, which converters of transformers add after all pieces."""
+    path = directory / "tokenizer.json"
+    values = read_json(path)
+    size = read_json(directory / "config.json")["vocab_size"]
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["id"] < size]
+    path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")

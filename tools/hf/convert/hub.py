@@ -1,4 +1,4 @@
-"""The Hugging Face hub: a model that is imported by its name, and an export that is published there."""
+"""The Hugging Face hub: importing a model by its name, and publishing an export."""
 
 import re
 import textwrap
@@ -23,7 +23,8 @@ class UploadError(Exception):
 
 
 def model_directory(model: Path) -> Path:
-    """``model`` itself, or where its files are, once downloaded, if it is OWNER/NAME on the hub. Raises ConfigError.
+    """The directory ``model`` itself, or if it is OWNER/NAME on the hub, the directory of the downloaded files. Raises
+    ConfigError.
 
     OWNER/NAME is on the hub if OWNER is no directory here, and hf://OWNER/NAME always is.
     """
@@ -59,7 +60,7 @@ def check_login(name):
 
 
 def push(directory, name):
-    """Publish the files of ``directory`` in the repository ``name``, which is made if it is absent; its address.
+    """Publish the files of ``directory`` in the repository ``name``, which is created if needed; returns its address.
 
     Files of an earlier export go: with other shards its weights would be loaded instead of these.
     """

@@ -1,4 +1,4 @@
-"""A tokenizer of Hugging Face that a model was trained with -> the files of its export, equal in ids.
+"""Converts the Hugging Face tokenizer with which a model was trained to the files of its export, with equal ids.
 
 See tokenizer_json.py: nothing is added to a text, special tokens that are spelled out in it stay text, and EOS, which
 ends documents of the data, is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a
@@ -16,7 +16,7 @@ from tools.hf.convert.tokenizer_json import config_with, write_files
 def write_tokenizer(step, directory, max_length):
     """Write tokenizer.json and tokenizer_config.json; returns {"bos", "eos", "pad", "unk"} -> id or None.
 
-    step: directory that holds the tokenizer. max_length: of the model's context, in tokens. Raises ConfigError.
+    step: directory that holds the tokenizer. max_length: the model's context in tokens. Raises ConfigError.
     """
     model = HuggingFaceModel(step)
     tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))

@@ -44,12 +44,12 @@ def read_config(directory):
         raise ConfigError([f"{path}: cannot be read ({error}); give a model in Hugging Face form"]) from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
         raise ConfigError([f"{path}: no configuration; give a model in Hugging Face form"])
-    raise_any([f"{path}: {problem}; mend it" for problem in type_problems(values)])
+    raise_any([f"{path}: {problem}; fix it" for problem in type_problems(values)])
     return values
 
 
 def type_problems(values):
-    """Sentences for what is of another type than the field that it is read into, in a model that can be read."""
+    """Sentences for values whose type differs from that of the field into which they are read."""
     kind = values.get("model_type")
     if kind not in keys.ARCHITECTURES:
         return []
@@ -83,7 +83,7 @@ def in_words(wanted):
 
 
 def refuse_run(flag, directory):
-    """Raise ConfigError if ``directory`` is a run or a step of one, where a model in Hugging Face form is wanted."""
+    """Raise ConfigError if ``directory`` is a run or a step of a run instead of a model in Hugging Face form."""
     if (directory / "checkpoints").is_dir() or (directory / "manifest.json").is_file():
         export = f"python tools/export_hf.py --checkpoint {shlex.quote(str(directory))} --output DIR"
         raise ConfigError([f"{flag} {directory}: is a run, not an export; export it first: {export}"])
@@ -121,7 +121,7 @@ def model_config(values, heads=None, code_is_known=False):
         )
         problems = model_problems(model)
     except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); mend it"]) from error
+        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); fix it"]) from error
     raise_any(problems)
     return model
 
@@ -143,7 +143,7 @@ def own_heads(values):
 
 
 def foreign(values, code_is_known=False):
-    """Sentences for what makes the model another one than those of ``ARCHITECTURES``."""
+    """Sentences for settings that the models of ``ARCHITECTURES`` do not have."""
     kind = values.get("model_type")
     if kind not in keys.ARCHITECTURES:
         return [f"model_type {kind!r}: only {', '.join(keys.ARCHITECTURES)} can be read"]
@@ -207,7 +207,8 @@ def rope_fields(values):
 
 
 def normal_rope(rope):
-    """A rope dictionary without what says nothing: None, a rotary embedding of all features; ``type`` as rope_type."""
+    """A rope dictionary without entries that have no effect (None, a rotary embedding of all features), and with
+    ``type`` as rope_type."""
     kept = {key: value for key, value in rope.items() if value is not None}
     if kept.get("partial_rotary_factor") == 1:
         del kept["partial_rotary_factor"]

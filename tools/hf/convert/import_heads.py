@@ -15,7 +15,7 @@ RELEASED = {  # half of the heads shared and a quarter routed, which is the defa
 
 
 def wanted_heads(arguments, values):
-    """The HeadsConfig of the flags that were given, the others as they are in the source. Raises ConfigError."""
+    """The HeadsConfig from the given flags, with all other fields as in the source. Raises ConfigError."""
     given, problems = dict(RELEASED.get(arguments.released, {})), []
     for entry in fields(HeadsConfig):
         texts = getattr(arguments, entry.name)

@@ -28,7 +28,7 @@ OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
 
 
 def output_problems(run):
-    """Sentences, none if ``run`` is absent or holds nothing but what an import that failed has left."""
+    """Sentences for what is wrong with ``run``; none if it is absent or only holds leftovers of a failed import."""
     try:
         entries = {path.name for path in run.iterdir()} if run.exists() else set()
         steps = [path.name for path in (run / "checkpoints").iterdir()] if "checkpoints" in entries else []

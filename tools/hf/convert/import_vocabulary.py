@@ -1,9 +1,9 @@
 """A vocabulary made larger: new rows of the embedding and of the output head, and the tokenizers that they belong to.
 
-docs/continue.md says what they are the means of, and has figures. Means of the old tokens that spell a new one: Gee et
-al. 2022, "Fast Vocabulary Transfer". The mean of all old tokens: Hewitt 2021, "Initializing New Word Embeddings for
-Pretrained Language Models"; it also stands in for what is not known: ids beyond the new tokenizer, or all new ids
-without the old one. A tied matrix counts as the embedding.
+docs/continue.md says of which rows new rows are the means, and has measurements. Means of the old tokens that spell a
+new one: Gee et al. 2022, "Fast Vocabulary Transfer". The mean of all old tokens: Hewitt 2021, "Initializing New Word
+Embeddings for Pretrained Language Models"; it also stands in for what is not known: ids beyond the new tokenizer, or
+all new ids without the old one. A tied matrix counts as the embedding.
 
 Rows that only pad the old vocabulary are no tokens: they count for no mean, and new tokens take their places.
 
@@ -35,7 +35,8 @@ ROWS = 1024  # new rows made at once
 def new_rows(source, pieces, seed, num_tokens, ids, name):
     """The rows ``ids``, a range, of the matrix ``name``, fp32, in blocks. Holds that of the source in memory.
 
-    pieces: {new id: ids of the old tokens that spell it}. num_tokens: of the source; its other rows pad it.
+    pieces: {new id: ids of the old tokens that spell it}. num_tokens: number of tokens of the source; its other rows
+    are padding.
     """
     old, pieces = source.whole(name)[:num_tokens], pieces if name == EMBEDDING else {}
     mean, deviation = old.mean(0), old.std(0)
@@ -77,7 +78,7 @@ def size_of(path):
 
 
 def tokens_of(path, vocab_size):
-    """How many of ``vocab_size`` rows are tokens of the tokenizer at ``path``: all if that cannot be read."""
+    """How many of the ``vocab_size`` rows are tokens of the tokenizer at ``path``; all if it cannot be read."""
     try:
         return min(size_of(path), vocab_size)
     except ConfigError:
@@ -165,7 +166,7 @@ def token_ids(directory, values):
         if not isinstance(more, dict):
             raise ValueError("it holds no settings")
     except ValueError as error:
-        raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
+        raise ConfigError([f"{path}: cannot be read ({error}); fix it, or delete it"]) from error
     keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
     found = {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
     if isinstance(more.get("eos_token_id"), list):  # all that end a text; config.json may name one of them

@@ -1,7 +1,7 @@
-"""The keys of config.json and the fields of ModelConfig and HeadsConfig: a line for each, read both ways.
+"""The mapping between the keys of config.json and the fields of ModelConfig and HeadsConfig, in both directions.
 
 tools/export_hf.py writes a model by ``written``; import_config.py reads by the same tables. The remote code in
-configuration_moh.py has to stand alone and says its keys again: tests/tools/test_keys.py holds them equal.
+configuration_moh.py has to be self-contained and repeats its keys; tests/tools/test_keys.py keeps them equal.
 
 A model with all heads is a Llama, or with one window in all layers a Mistral; any other is computed by remote code.
 """
@@ -83,7 +83,7 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of
 
 
 def model_type(model):
-    """That of a ModelConfig's export."""
+    """The model_type of a ModelConfig's export."""
     widths = {*model.window}
     several = len(widths) > 1 or len(model.head_counts) > 1
     if model.heads.head_selection != "all" or several or ours(model) or model.rotary_fraction != PARTIAL.absent:
@@ -94,7 +94,7 @@ def model_type(model):
 
 
 def ours(model):
-    """The keys of what a Llama has not."""
+    """The keys for features that a Llama does not have."""
     plain = ModelConfig(num_layers=model.num_layers)
     changed = [entry for entry in OURS if getattr(model, entry.field) != getattr(plain, entry.field)]
     return {entry.key: getattr(model, entry.field) for entry in changed}

@@ -1,9 +1,9 @@
 """The model card of an export: what was trained, on what, for how long, how far it got, and how heads are used.
 
 Everything comes from the step directory: the configuration, the segments of the data in state.json (tokens per source,
-exact), and the routers' shares there (head load of the last step). Losses stand in metrics.jsonl of the run, two
+exact), and the routers' shares there (head load of the last step). Losses come from metrics.jsonl of the run, two
 directories above; a step that was copied elsewhere has none, and the card says so. An import that was not trained has
-neither data nor losses. Losses are rounded to what no layout changes.
+neither data nor losses. Losses are rounded to digits that do not depend on the layout.
 """
 
 from collections import Counter

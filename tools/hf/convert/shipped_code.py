@@ -1,8 +1,8 @@
 """The Python files of an export: those of remote_code/, and the trainer's own that hold the formulas.
 
-The formulas of gates and of rotary embeddings are written once, in moh_lm/model, and an export gets these very files
-under other names. So the code in remote_code/ is complete only where ``write_code`` has put it, and is imported from
-there.
+The formulas of gates and of rotary embeddings are written once, in moh_lm/model, and an export contains these very
+files under other names. The code in remote_code/ is therefore complete only after ``write_code`` has copied it, and is
+imported from there.
 """
 
 import importlib
@@ -41,7 +41,7 @@ def write_code(names, directory):
 
 
 def import_code(directory, name):
-    """The module ``name`` of the code in ``directory``, imported anew from these files."""
+    """The module ``name`` of the code in ``directory``, imported again from these files."""
     package = ModuleType(f"moh_export_{uuid4().hex}")
     package.__path__ = [str(directory)]
     sys.modules[package.__name__] = package

@@ -1,7 +1,7 @@
-"""The settings of the tokenizer of an imported model, which the export of a run that continued it has again.
+"""Settings of an imported model's tokenizer, which the export of a run that continued the model restores.
 
 The tokenizer of the run's data gives the ids. Special tokens, chat template and padding side are those that users of
-the source know; ``import_hf`` keeps them in ``imported`` of state.json. What names Python code is never kept.
+the source know; ``import_hf`` keeps them in ``imported`` of state.json. References to Python code are never kept.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
 """LLaMA-3's ``tokenizer.model``, in tiktoken's format -> the files of tools/hf/convert/tokenizer_json.py, equal in ids.
 
-tiktoken joins the neighbours whose result has the lowest rank; Hugging Face's BPE has a list of pairs. It gets every
-pair of tokens that make a token, in the order of ranks. ``ignore_merges`` takes a word that is a token as it is, as
-tiktoken does. Bytes are spelled as GPT-2 does. Of the special tokens, which the file lacks, begin and end of text and
-LLaMA 3.1's padding are named; they stand in the vocabulary, or else ``tokenizers`` would give them ids behind the last
-one.
+tiktoken joins the neighbours whose result has the lowest rank; Hugging Face's BPE has a list of pairs. That list gets
+every pair of tokens that form a token, in the order of ranks. With ``ignore_merges`` a word that is a token stays as it
+is, as in tiktoken. Bytes are spelled as GPT-2 does. Of the special tokens, which the file lacks, begin and end of text
+and LLaMA 3.1's padding are named; they stand in the vocabulary, or else ``tokenizers`` would give them ids behind the
+last one.
 """
 
 from moh_lm.data.tiktoken_model import WORDS, read_ranks

@@ -1,4 +1,4 @@
-"""SentencePiece ``tokenizer.model`` -> ``tokenizer.json`` and ``tokenizer_config.json`` of Hugging Face, equal in ids.
+"""Converts SentencePiece's ``tokenizer.model`` to Hugging Face's ``tokenizer.json`` and its config, with equal ids.
 
 The files are written in the form that ``tokenizers`` reads, from the protobuf that SentencePiece stores; no library of
 Hugging Face is needed. The class is PreTrainedTokenizerFast: LlamaTokenizer would replace the normalizer by its own.
@@ -31,7 +31,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.
 
 
 def read_model(path):
-    """The ModelProto of a tokenizer.model. Raises ValueError if the file is no such model, or one of another kind."""
+    """The ModelProto of a tokenizer.model. Raises ValueError if the file is not such a model, or is of an unsupported
+    kind."""
     proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(Path(path).read_bytes())
@@ -175,7 +176,7 @@ def unigram(proto):
 
 
 def normalizers(proto):
-    """What SentencePiece does to a text before it splits it, step by step."""
+    """The steps that SentencePiece applies to a text before splitting it."""
     spec = proto.normalizer_spec
     steps = []
     if spec.precompiled_charsmap:

@@ -66,7 +66,7 @@ def tokenizer_of_data(step):
 
 
 def copy_tokenizer(step, imported, directory):
-    """Copy what an import has kept of its source's tokenizer, in the step or in step 0; returns its special ids."""
+    """Copy the source's tokenizer that an import kept in this step or in step 0; returns its special ids."""
     special, place = imported.get("token_ids", {}), step
     if not tokenizer_files(step):
         place = step.with_name("step-0")
@@ -96,8 +96,8 @@ def export_tokenizer(model, directory, max_length):
 
 
 def hugging_face_config(model, length, dtype, special, stock=None):
-    """Content of config.json. length: of the longest sequence. special: ids of the special tokens, see ``special_ids``.
-    stock: see ``write_export``."""
+    """Content of config.json. length: length of the longest sequence. special: ids of the special tokens, see
+    ``special_ids``. stock: see ``write_export``."""
     kind = model_type(model)
     described = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
     described |= ({"auto_map": AUTO_MAP} if is_ours(model) else {}) | written(model)
