@@ -45,7 +45,8 @@ def weight_files(directory):
     if listed and single.is_file() and SINGLE not in listed.values():
         raise ConfigError([f"{directory}: has {SINGLE} beside {INDEX}, so one of them is stale; remove that one"])
     names = sorted({*listed.values()}) if listed else [SINGLE]
-    remedy = PICKLE if list(directory.glob("pytorch_model*.bin")) else "; give a model in Hugging Face form"
+    remedy = f", but {INDEX} names it; fetch what is missing" if listed else "; give a model in Hugging Face form"
+    remedy = PICKLE if not listed and list(directory.glob("pytorch_model*.bin")) else remedy
     raise_any([f"{directory / name}: is absent{remedy}" for name in names if not (directory / name).is_file()])
     found, problems = {}, []
     for name in names:
