@@ -1,19 +1,37 @@
 """A table of the losses of an imported model and of the mixture made of it, from its import to its newest evaluation.
 
-    python -m launch.quickstart_losses ORIGINAL_RUN MIXTURE_RUN
+    python launch/quickstart_losses.py --original RUN --mixture RUN
 """
 
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from launch.quickstart_recovery import evaluations
-from moh_lm.config import Config
+from moh_lm.cli.command import run_command
+from moh_lm.cli.parser import Parser
+from moh_lm.config import Config, ConfigError
 
 
 def main(texts):
-    original, mixture = map(Path, texts)
+    return run_command("quickstart_losses", parse_arguments, run, texts, failures=(OSError,))
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="python launch/quickstart_losses.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--original", type=Path, metavar="RUN", required=True, help="run directory of the import")
+    parser.add_argument("--mixture", type=Path, metavar="RUN", required=True, help="run directory of the mixture")
+    return parser.parse_args(texts)
+
+
+def run(arguments):
+    mixture = arguments.mixture
     tokens = Config.load(mixture / "config.json").run.batch_tokens
-    dense = evaluations(original)[0]
+    dense = evaluations(arguments.original).get(0)
+    if dense is None:
+        raise ConfigError([f"--original {arguments.original}: was not evaluated before its first step; give another"])
     rows = {"original": dense}
     for step, losses in sorted(evaluations(mixture).items()):
         rows[f"mixture after {step * tokens:,} tokens" if step else "mixture before training"] = losses
@@ -21,7 +39,6 @@ def main(texts):
     for label, losses in rows.items():
         found = "".join(f"{losses[name]:12.3f}" for name in dense)
         print(f"{label:<32}{found}{losses['mean'] - dense['mean']:+12.3f}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ STAND_INS = {
     """,
     "bin/srun": SRUN,
     "bin/scontrol": SCONTROL,
+    "bin/pip": "#!/bin/sh\n",
     ".venv/bin/activate": "",
 }
 

@@ -11,7 +11,9 @@ a time, each in a checkout of its own.
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 
 import pytest
 
@@ -32,6 +34,8 @@ FLAGS = {
     "@model": f"{SIZES} --num-attention-heads 16 --head-dim 4 --vocab-size 640",
     "@run": f"{STEPS} --precision fp32 {FILES}",
 }
+LAUNCHERS = re.compile("deepspeed|torchrun|sbatch|HOSTFILE")  # they meet at the port that they have by default
+PORT = Lock()
 BOTH = "{} & wait $! || kill -KILL 0"  # what one of them leaves waiting is ended
 
 
@@ -105,7 +109,8 @@ def execute_page(page, prepared, folder):
         if command.startswith("tensorboard"):
             serve(command, directory)
         else:
-            shell(command, directory, code)
+            with PORT if LAUNCHERS.search(command) else nullcontext():
+                shell(command, directory, code)
     shutil.rmtree(directory)
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.kernels.measured import machine
+from moh_lm.training.deepspeed import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def surroundings(device):
     """{"device": name, "ranks": number, "versions": {package: version}}, and "commit" in a checkout with git."""
-    packages = {name: version(name) for name in ("torch", "deepspeed")}
+    packages = {name: version(name) for name in ("torch", PACKAGE)}
     facts = {"device": machine(device), "ranks": dist.get_world_size()}
     return facts | {"versions": {"python": platform.python_version(), **packages}} | commit()
 

@@ -281,8 +281,8 @@ def test_alarms_name_heads_that_are_routed_in_every_group():
     model = ModelConfig(num_layers=1, num_attention_heads=8, num_key_value_heads=2, heads=heads)
     figures = {"load": [[0.7, 0.6, 0.7, 0.0, 1.0, 1.0]], "balance_loss": [0.3], "gate_mean": [1.0]}
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
-    ((text, facts),) = alarms.check(interval(), figures)
-    assert text.startswith("ALARM routing collapse in layer 0: head 5 by 0.0% of the tokens, fair is 66.7%")
+    (text,) = Announcer().lines(alarms.check(interval(), figures))
+    assert text.startswith("alarm: routing collapse in layer 0: head 5 by 0.0% of the tokens, fair is 66.7%")
     colours = [colour.tolist() for colour in cells(head_map(model.routed_layers(), figures["load"], 1, 8), 1, 8)[0]]
     assert colours[0] == colours[4] == [204] * 3 and colours[5] == [0, 34, 78]
     assert model.numbers_always_on(0) == [0, 4]

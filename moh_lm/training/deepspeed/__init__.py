@@ -6,4 +6,5 @@ folder. DeepSpeed's logger reports only errors here: moh_lm reports what matters
 
 import logging
 
+PACKAGE = "deepspeed"
 logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
