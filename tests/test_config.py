@@ -256,3 +256,12 @@ def test_a_map_of_heads_is_blank_where_a_layer_has_none():
     row, columns = TOP + CELL + CELL // 2, [LEFT + place * CELL + CELL // 2 for place in range(4)]
     blank = [(picture[row, column] == 255).all() for column in columns]
     assert blank == [False, False, True, True]
+
+
+@pytest.mark.parametrize("heads, keys, budget", [(9, 3, (3, 3)), (12, 6, (0, 6)), (14, 2, (6, 2)), (32, 8, (16, 8))])
+def test_the_default_budget_leaves_a_choice_in_every_group(heads, keys, budget):
+    flags = f"--num-attention-heads {heads} --num-key-value-heads {keys} --hidden-size {16 * heads} --num-layers 1"
+    config, _ = parse_config([*flags.split(), "--routing-unit", "head_in_group"])
+    of_layer = config.model.heads
+    assert (*of_layer.num_shared_heads, *of_layer.num_active_routed_heads) == budget
+    assert not [problem for problem in config_problems(config, 1) if "head_in_group" in problem]

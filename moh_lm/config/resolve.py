@@ -78,14 +78,26 @@ def with_budgets(heads, counts, num_layers, group):
     if not heads.num_active_routed_heads:
         budgets = spread_budget(heads, by_layer(counts, num_layers), group, heads.num_shared_heads)
         heads = replace(heads, **budgets)
-    unit = group if heads.routing_unit == "key_value_group" and heads.head_selection == "mixture" else 1
-    most = tuple(max(0, number // unit - 2) if unit > 1 else number for number in counts)  # two are left to choose from
-    shared = tuple(min(number // 2 // unit, limit) * unit for number, limit in zip(counts, most, strict=True))
-    shared = heads.num_shared_heads or shared
-    routed = heads.num_active_routed_heads or tuple(max(1, number // 4 // unit) * unit for number in counts)
+    budgets = [default_budget(heads, number, group) for number in counts]
+    shared = heads.num_shared_heads or tuple(shared for shared, _ in budgets)
+    routed = heads.num_active_routed_heads or tuple(routed for _, routed in budgets)
     return replace(
         heads, num_shared_heads=by_layer(shared, num_layers), num_active_routed_heads=by_layer(routed, num_layers)
     )
+
+
+def default_budget(heads, number, group):
+    """(shared heads, routed heads per token) of a layer with so many heads: half and a quarter, where two experts are
+    left to choose from among groups, or inside of each."""
+    mixture, unit = heads.head_selection == "mixture", 1
+    if mixture and heads.routing_unit == "head_in_group":
+        size = max(1, group)  # of what is chosen from, in each of number // size groups
+        groups = max(1, number // size)
+        return groups * max(0, min(size // 2, size - 2)), groups * max(1, size // 4)
+    if mixture and heads.routing_unit == "key_value_group":
+        unit = group
+    limit = max(0, number // unit - 2) if unit > 1 else number
+    return min(number // 2 // unit, limit) * unit, max(1, number // 4 // unit) * unit
 
 
 def gated_mixture(heads, counts):
