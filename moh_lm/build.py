@@ -13,6 +13,7 @@ from moh_lm.extras.cope import ContextualPositions, CoPECore
 from moh_lm.extras.cpu_rows import CPURowAttention
 from moh_lm.extras.cpu_sparse import CPU_SPARSE
 from moh_lm.extras.element_gates import ElementGatedAttention
+from moh_lm.extras.entropy_windows import EntropyWindows
 from moh_lm.extras.gumbel import GumbelNoise
 from moh_lm.extras.heterogeneous_heads import HeterogeneousAttention, HeterogeneousPositions
 from moh_lm.kernels.choose import choose_backend
@@ -87,6 +88,15 @@ def decoder_layers(config, batch, settings):
         )
         for index in range(config.num_layers)
     ]  # fmt: skip
+
+
+def moving_windows(model, config, groups, device):
+    """What moves the windows of ``model`` with the steps of a run, ``EntropyWindows``; None where they stay.
+
+    config: ``Config``. groups: ``ParallelGroups``.
+    """
+    follows = config.run.window_strategy == "entropy"
+    return EntropyWindows(model, config, groups, device) if follows else None
 
 
 def layer_backends(config, device):

@@ -21,6 +21,7 @@ from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
+from moh_lm.monitor.surroundings import commit
 from moh_lm.run.state import read_state
 from moh_lm.run.text import open_data
 from moh_lm.supervise.run_directory import lock_run_directory
@@ -98,15 +99,6 @@ def contradiction(run):
     if known and now and not now.startswith(known[-1]):  # git may shorten it
         return f"it was trained by commit {known[-1][:12]}, while this is {now[:12]}"
     return None
-
-
-def commit():
-    """The commit of this checkout; None where git does not say. Changes that are not committed are not seen."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def inputs(run):

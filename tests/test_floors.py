@@ -70,7 +70,7 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
-def test_only_the_builder_and_training_know_the_extras():
+def test_only_the_builder_knows_the_extras():
     extras = {module for module in MODULES if room_of(module) == "extras"}
     knowing = {room_of(module) for module in MODULES if imports(module) & extras} - {"extras"}
-    assert knowing == {"build", "training"}
+    assert knowing == {"build"}

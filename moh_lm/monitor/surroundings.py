@@ -18,13 +18,15 @@ def surroundings(device):
     """{"device": name, "ranks": number, "versions": {package: version}}, and "commit" in a checkout with git."""
     packages = {name: version(name) for name in ("torch", PACKAGE)}
     facts = {"device": machine(device), "ranks": dist.get_world_size()}
-    return facts | {"versions": {"python": platform.python_version(), **packages}} | commit()
+    found = commit()
+    versions = {"python": platform.python_version(), **packages}
+    return facts | {"versions": versions} | ({"commit": found} if found else {})
 
 
 def commit():
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    """The commit of this checkout; None where git does not say. Changes that are not committed are not seen."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (ROOT / ".git").exists():
-            found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
-            return {"commit": found.stdout.strip()}
-    return {}
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    return None

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from moh_lm.build import Settings, build_model, layer_backends
+from moh_lm.build import Settings, build_model, layer_backends, moving_windows
 from moh_lm.cost.layers import pipeline_costs, stage_bounds
-from moh_lm.extras.entropy_windows import EntropyWindows
 from moh_lm.model.transformer import DecoderLayer
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.layers import even_partition
@@ -28,8 +27,7 @@ class TextEngine(Engine):
 
     def __init__(self, config, groups, device, num_sources):
         super().__init__(config, groups, device, num_sources, DecoderLayer)
-        follows = config.run.window_strategy == "entropy"
-        self.windows = EntropyWindows(self.model, config, groups, device) if follows else None
+        self.windows = moving_windows(self.model, config, groups, device)
 
     def build_model(self):
         run = self.config.run

@@ -8,10 +8,10 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
+from moh_lm.monitor.surroundings import commit
 from moh_lm.run.state import KEYS
 from moh_lm.run.text import open_data
 from studies import ablation, comparison
-from studies.runs import commit
 
 SMALL = (
     "--variants dense --seeds 1 --train-iters 60 --num-layers 1 --hidden-size 32 --vocab-size 64 --seq-length 16 "

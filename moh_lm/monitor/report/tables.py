@@ -44,7 +44,7 @@ def summary(run):
     heads = " to ".join(map(str, sorted({min(model.head_counts), max(model.head_counts)})))
     shape = f"{model.num_layers} layers of {heads} heads, width {model.hidden_size}"
     versions = [f"{name} {version}" for name, version in started.get("versions", {}).items()]
-    versions += [f"commit {started['commit']}"] if "commit" in started else []
+    versions += [f"commit {started['commit'][:9]}"] if "commit" in started else []
     tokens = run.tokens_at(run.step), run.tokens_at(config.run.train_iters)
     _, speeds = run.curves["tokens_per_second"]
     return [
