@@ -28,7 +28,7 @@ from studies.runs import (
     lock_directory,
     train_all,
 )
-from studies.table import TUNING_SEED, Size, Variant, factor
+from studies.table import SEEDS, TUNING_SEED, Size, Variant, factor
 
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
 OVERHEAD = 1.1  # evaluations and the start of a run, over its training
@@ -137,9 +137,12 @@ class Comparison:
         return Run(name, directory, steps, arguments)
 
     def trials(self, diverged=()):
-        """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size."""
-        best = {}
-        for tier in sorted({variant.tier for variant in self.variants}):
+        """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size.
+
+        Seeds beyond the first three come after all tiers."""
+        best, few = {}, len(SEEDS)
+        tiers = sorted({variant.tier for variant in self.variants})
+        for seeds, tier in itertools.product((self.flags.seeds[:few], self.flags.seeds[few:]), tiers):
             variants = [variant for variant in self.variants if variant.tier == tier]
             for variant in variants:
                 if variant.form not in best:
@@ -147,7 +150,7 @@ class Comparison:
                     wanted, best[variant.form] = tuning(self.tuning_losses(tuned, diverged), self.flags.rates)
                     yield from (Trial(self.table.sizes[0], tuned, factor, TUNING_SEED) for factor in wanted)
             for size in self.sizes:
-                for seed in self.flags.seeds:
+                for seed in seeds:
                     yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
 
     def tuning_losses(self, variant, diverged):
