@@ -2,8 +2,7 @@
 
     python studies/atlas.py OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
-``launch/atlas.sh`` calls it; docs/history/atlas.md has the protocol. FLAGS of moh_lm.pretrain override its own. Nothing
-but the directories OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N records what was trained (runs.py).
+``launch/atlas.sh`` calls it; docs/history/atlas.md has the protocol. FLAGS of moh_lm.pretrain override its own.
 
 Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.
 """

@@ -2,8 +2,7 @@
 
     python studies/study.py OUT --data-dir DIR [--sizes s2 m2 l2] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
-``launch/study.sh`` calls it; docs/study.md has the protocol. FLAGS of moh_lm.pretrain override its own. Nothing but the
-directories OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N records what was trained (runs.py).
+``launch/study.sh`` calls it; docs/study.md has the protocol. FLAGS of moh_lm.pretrain override its own.
 
 Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.
 """

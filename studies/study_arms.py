@@ -5,12 +5,9 @@ four query heads to a key/value head, half of a group may hold a shared head and
 have a key/value head for every head, which heads that keep their own tokens need in order to keep fewer.
 """
 
+from studies.atlas_forms import BIAS, COMMON, GATED, PAPER, RELEASED, SIGMOID
 from studies.table import Size, Table, Variant
 
-COMMON = (
-    "--vocab-size 4096 --seq-length 256 --precision fp32 --validation-fraction 0.02 --eval-samples 128 "
-    "--log-interval 50 --keep-last 1 --qk-norm"
-).split()
 # Ten tokens for each parameter outside the embeddings. The rates are in proportion to 1 / width.
 SIZES = (
     Size("s2", 8, 2e-3, 2.85, "--num-layers 3 --hidden-size 96 --head-dim 16 --num-key-value-heads 2 "
@@ -21,12 +18,10 @@ SIZES = (
          "--intermediate-size 1024 --batch-tokens 16K --micro-batch-size 64"),
 )  # fmt: skip
 
-GATED, SIGMOID, PAPER, RELEASED = "--head-selection gated", "--routing sigmoid", "--routing paper", "--routing released"
 GROUPS = f"{SIGMOID} --routing-unit head_in_group"
 MHA = "--num-key-value-heads {all}"
 OWN_KEYS = f"{SIGMOID} {MHA} --routed-keys selected"
 HALF, MOST, QUARTER = (f"--num-attention-heads {{{share}}}" for share in ("half", "three_quarters", "quarter"))
-BIAS = "--load-balance-bias-rate 0.001 --load-balance-coefficient 0"
 VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Variant("dense", None),
     Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model that has half of the query heads
@@ -71,4 +66,4 @@ QUESTIONS = (
     ("mha_own_keys-50", "dense", "the same, or keys and values that four heads share"),
     ("mha_own_places-50", "mha_own_keys-50", "positions counted inside the head's own tokens"),
 )
-TABLE = Table(VARIANTS, SIZES, COMMON, 25_000_000, QUESTIONS)  # with fewer tokens m2 reads them more often
+TABLE = Table(VARIANTS, SIZES, [*COMMON, "--qk-norm"], 25_000_000, QUESTIONS)  # dense-double of m2 reads so many tokens
