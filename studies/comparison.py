@@ -236,7 +236,7 @@ class Comparison:
             print(f"{title}: {sum(map(len, cells.values()))} runs, {total:.1f} hours of one job")
             for cell, hours in cells.items():
                 print(f"    {cell:<28}{len(hours)} x {mean(hours):.2f} h")
-        print(f"complete already: {there} runs. Hours are estimated from the speeds seen up to now.")
+        print(f"complete already: {there} runs. Hours are estimated from a few steps of the dense model.")
 
 
 def tuning(losses, rates):

@@ -12,19 +12,7 @@ from statistics import mean, median
 from moh_lm.cost.memory import parameter_counts
 from studies import results
 from studies.pictures import draw
-from studies.results import (
-    differences,
-    factor_and_seed,
-    final_loss,
-    final_losses,
-    flops,
-    has_diverged,
-    interval,
-    kept,
-    read_run,
-    significance,
-    spread,
-)
+from studies.results import final_loss, final_losses, flops, significance, spread
 from studies.table import TUNING_SEED
 from studies.times import read_times
 
@@ -57,12 +45,12 @@ def read_runs(directory, table):
     for size in table.sizes:
         for variant in table.variants:
             for path in sorted((directory / size.name / variant.name).glob("rate-*-seed-*/config.json")):
-                factor, seed = factor_and_seed(path.parent) or (None, TUNING_SEED)
-                run = read_run(path.parent) if factor else None
+                factor, seed = results.factor_and_seed(path.parent) or (None, TUNING_SEED)
+                run = results.read_run(path.parent) if factor else None
                 if run:
                     factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
                     factors.setdefault(factor, {})[seed] = run
-                elif seed != TUNING_SEED and has_diverged(path.parent):
+                elif seed != TUNING_SEED and results.has_diverged(path.parent):
                     diverged.setdefault(size.name, []).append(f"{variant.name}, seed {seed}: diverged")
     return found, diverged
 
@@ -145,7 +133,7 @@ def multipliers(variants):
             told.append(tokens_of_dense(points, final_loss(run)))
         logs = [math.log(told_[0] / tokens_of(run)) for told_, run in zip(told, runs.values(), strict=True) if told_]
         if logs:
-            center, width = interval(logs)
+            center, width = results.interval(logs)
             bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
             found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_))
     return found
@@ -176,7 +164,7 @@ def answers(variants, questions):
     """The differences that the questions of the table ask for."""
     rows = []
     for name, against, question in questions:
-        if found := differences(variants.get(name, {}), variants.get(against, {})):
+        if found := results.differences(variants.get(name, {}), variants.get(against, {})):
             rows.append([name, against, question, str(len(found)), *significance(found)])
     return [*results.write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
 
@@ -205,7 +193,7 @@ def size_section(size, heads, variants, found):
         "tokens": lambda name, runs: f"{tokens_of(runs[0]) / 1e6:.1f}M",
     }
     if dense:
-        columns |= {f"{title}, {DENSE} = 1": to_dense(of) for title, of in (("FLOPs", flops), ("KV", kept))}
+        columns |= {f"{title}, {DENSE} = 1": to_dense(of) for title, of in (("FLOPs", flops), ("KV", results.kept))}
     columns |= {
         "alarms": lambda name, runs: f"{mean(run['alarms'] for run in runs):.3g}",
         "seeds": lambda name, runs: str(len(runs)),
@@ -252,7 +240,7 @@ def static_of(variants, name):
 
 def difference(runs, against):
     """The difference of the losses seed by seed, in words; empty if no seed is in both."""
-    found = differences(runs, against)
+    found = results.differences(runs, against)
     pairs = f" ({len(found)} of {len(runs)} seeds)" if len(found) < len(runs) else ""
     return ", ".join(significance(found)) + pairs if found else ""
 
