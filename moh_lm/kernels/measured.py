@@ -81,8 +81,7 @@ def processor():
 
 @functools.cache
 def measured_tiles(device, dtype, kernel, length, head_dim):
-    """Return the fastest tiles at the next longer measured length, or at the longest one; None without a measurement.
-    """
+    """Return the fastest tiles at the next longer measured length, or at the longest; None without any."""
     found = measurement(device, dtype)
     rows = found.tiles if found else []
     tiles = {seq: tile for name, seq, size, tile in rows if (name, size) == (kernel, head_dim)}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from moh_lm.parallel.groups import group_size
 
-# The row of a sequence, float [4 + E]: its L_b, the sum of a1 (0 without the second stage), the sums of all gates and of
-# their squares, and how often each routed expert was selected. It covers this rank's tokens; rows of tp ranks add up.
+# The row of a sequence, float [4 + E]: L_b, the sum of a1 (0 without the second stage), the sums of gates and of their
+# squares, and how often each routed expert was selected. It covers this rank's tokens; rows of tp ranks add up.
 BALANCE, A1, GATES, SQUARES, COUNTS = 0, 1, 2, 3, slice(4, None)
 
 

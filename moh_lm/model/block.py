@@ -1,5 +1,4 @@
-"""A layer whose attention routes heads: it runs, recomputes if asked to, and attaches the loss of its router (Eq. 8).
-"""
+"""A layer that routes heads: it runs, recomputes if asked to, and attaches its router's loss (Eq. 8)."""
 
 import contextlib
 

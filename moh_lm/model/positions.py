@@ -53,8 +53,7 @@ class LearnedPositions(nn.Module):
         self.rows, self.group, self.batch = config.learned_positions, group, batch
 
     def forward(self, x, positions=None):
-        """Add positions to x [s/tp, b, d]. positions: int64 [b, s]; None: those in the documents, or else 0 to s - 1.
-        """
+        """Add positions to x [s/tp, b, d]. positions: int64 [b, s]; by default those in documents, or 0 to s - 1."""
         positions = self.batch.positions if positions is None else positions
         if positions is None:
             positions = torch.arange(self.within(len(x) * group_size(self.slices)), device=x.device)[None]

@@ -26,8 +26,7 @@ INIT_STD = 0.02
 
 
 def init_stds(config):
-    """Return the initial standard deviations of a layer's weights: of those that read x, and of those that write to it.
-    """
+    """Return the initial standard deviations of weights that read x, and of weights that write to it."""
     init_std = INIT_STD * math.sqrt(config.width_ratio)
     return init_std, init_std / math.sqrt(2 * config.num_layers)
 
