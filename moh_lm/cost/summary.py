@@ -128,7 +128,7 @@ def describe_switch(model):
     elif model.heads.routing_top_p is not None:
         share = f"at most {share}"
     own = ", and a routed head sees its own tokens only" if model.heads.routed_keys == "selected" else ""
-    return f"a token uses {share}, with gates that begin near the 1 of before{own}"
+    return f"a token uses {share}, with gates that start near 1{own}"
 
 
 def gate_facts(model):
@@ -169,7 +169,7 @@ def describe_attention(config, named=None):
         yield "attention  auto: ordinary attention of the heads that tokens choose in each key/value group"
         return
     if named:
-        yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense in every layer without;"
+        yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense without them;"
         yield "           to make them: python benchmarks/attention.py --levels layer --save"
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -259,7 +259,7 @@ def memory_warnings(config, world_size, device=None):
     elif torch.cuda.is_available():
         room = torch.cuda.get_device_properties(0).total_memory
     if need > room:
-        less = "choose --recompute or a smaller --micro-batch-size, or spread the model (tools/plan.py ranks layouts)"
+        less = "choose --recompute or a smaller --micro-batch-size, or split the model (tools/plan.py ranks layouts)"
         yield f"memory: about {gibibytes(need)} per rank, and a GPU has {gibibytes(room)}; {less}"
 
 
