@@ -136,7 +136,7 @@ def parse_sized(program, description, table, texts, rates, seeds=SEEDS, sizes=No
     parser = Parser(prog=f"python studies/{program}.py", description=description, epilog=FLAGS)
     add, names = parser.add_argument, [size.name for size in table.sizes]
     add_comparison_flags(parser, table.variants, rates, seeds)
-    words = f"of {', '.join(names)} (default: {' '.join(sizes or ['all'])})"
+    words = f"sizes to train (default: {' '.join(sizes or ['all'])})"
     add("--sizes", nargs="+", metavar="NAME", default=sizes or names, choices=names, help=words)
     usual = ", ".join(f"{size.tokens:g}" for size in table.sizes)
     add("--tokens-per-parameter", type=above_0, metavar="X", help="for the dense model, embeddings included "
