@@ -127,11 +127,9 @@ def opened(flag, kind, path):
 
 def load_vae(path, image_size):
     """The autoencoder in a directory. Raises ConfigError if there is none, or if it cannot halve the images."""
-    from diffusers import AutoencoderKL
+    from tools.hf.convert.autoencoder import load_autoencoder
 
-    if not (path / "config.json").is_file():
-        raise ConfigError([f"--vae {path}: has no config.json; give the directory of an AutoencoderKL of diffusers"])
-    vae = AutoencoderKL.from_pretrained(path, local_files_only=True).eval().requires_grad_(False)
+    vae = load_autoencoder(path)
     step = 2 ** (len(vae.config.block_out_channels) - 1)
     if image_size % step:
         raise ConfigError([f"--image-size {image_size}: must be a multiple of {step}, by which --vae reduces images"])
