@@ -9,13 +9,13 @@ from moh_lm.units import by_layer, words
 
 
 def describe_norms(model):
-    """Which norms there are besides those of a Llama, or in place of them; "" if none."""
+    """Describe the norms that differ from a Llama's; "" if none do."""
     parts = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
     return " and ".join(parts) + ", not before, attention and MLP" * model.post_norm
 
 
 def describe_window(model):
-    """Layers by what they see, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
+    """Count the layers by window, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
     counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
     return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
 
@@ -26,7 +26,7 @@ def describe_width(model):
 
 
 def describe_positions(model):
-    """Layers by positions, such as: rotary in 3 of 4 layers, none in 1 of 4 layers; "" if all features turn in all."""
+    """Count the layers by kind of position, such as: rotary in 3 of 4 layers; "" if all features rotate in all."""
     rotary = f"rotary, {model.rotary_fraction:g} of the features" if model.rotary_fraction < 1 else "rotary"
     more = {"rotary": rotary, "cope": f"CoPE up to {model.cope_max_position}", "learned": "a learned table"}
     counts = Counter(more.get(kind, kind) for kind in model.position)
@@ -35,7 +35,7 @@ def describe_positions(model):
 
 
 def describe_kv(config):
-    """What keys and values are made of, in words."""
+    """Describe how keys and values are computed."""
     if config.attention == "latent":
         return f"latent keys of {config.kv_lora_rank} + {config.qk_rope_head_dim} features"
     return f"{words(config.num_key_value_heads)} key/value heads"
@@ -60,14 +60,14 @@ def describe_heads(model):
 
 
 def gate_facts(model):
-    """What gates are made of, in a few words each."""
+    """Return short facts about the gates."""
     yield model.heads.routing
     if model.heads.gate_width:
         yield f"of the first {model.heads.gate_width} of {model.hidden_size} channels"
 
 
 def routing_facts(model):
-    """What the routers do, in a few words each."""
+    """Return short facts about the routers."""
     heads = model.heads
     yield from gate_facts(model)
     if heads.routing_unit == "key_value_group":
