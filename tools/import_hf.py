@@ -72,7 +72,7 @@ def parse_arguments(texts):
 
 def model_path(text):
     """The path in ``text``: absolute if it is written as that of a directory, which then is no name on the hub."""
-    is_directory = text.startswith(".") or text.endswith("/")
+    is_directory = text.startswith(".") or (text.endswith("/") and not text.startswith("hf://"))
     return Path(text).absolute() if is_directory and not Path(text).exists() else Path(text)
 
 
