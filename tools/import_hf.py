@@ -58,7 +58,8 @@ def parse_arguments(texts):
     add("--select-shared", choices=("first", "importance"),
         help="heads that are shared or static (default: the most important ones, if the model has a tokenizer to "
         "measure them with)")  # fmt: skip
-    add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens on which importance is measured")
+    add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens on which importance is measured, "
+        "without the last 5%% of each")  # fmt: skip
     add("--sample-text", type=Path, metavar="FILE", help="the same as text (default: the documentation of Python)")
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="tokens of the sample (default: 16K)")
     add("--calibrate", action="store_true", help="fit output projections and router weights to the sample")
@@ -85,16 +86,21 @@ def run(arguments):
     raise_any(output_problems(arguments.output))
     named = arguments.model.name.strip(".")  # . and .. are none
     name = str(arguments.model if named else arguments.model.resolve())
-    with hugging_face_form(model_directory(arguments.model), arguments.output) as arguments.model:
-        import_model(arguments, name)
+    given = model_directory(arguments.model)
+    with hugging_face_form(given, arguments.output) as arguments.model:
+        import_model(arguments, name, given)
 
 
-def import_model(arguments, name):
-    """Import the directory ``arguments.model``, which messages call ``name``."""
+def import_model(arguments, name, given):
+    """Import the directory ``arguments.model``, which messages call ``name``. given: itself, or its GGUF file.
+
+    All flags are checked before a weight is read, which takes minutes if they are in a GGUF file.
+    """
     from tqdm import tqdm
 
     from tools.heads.calibration import calibrate
     from tools.heads.importance import ranked
+    from tools.hf.convert.gguf_source import add_weights
     from tools.hf.convert.import_config import model_config, own_heads, read_config, refuse_run
     from tools.hf.convert.import_heads import find_sample, sample_problems, wanted_heads
     from tools.hf.convert.import_step import write_step
@@ -116,7 +122,6 @@ def import_model(arguments, name):
         problems += error.problems
     raise_any(problems)
     config = replace(config, vocab_size=vocab_size)
-    source = StockSource(arguments.model, stock) if stock else Source(arguments.model)
     ids = token_ids(arguments.model, values)
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
     settings = settings_of(arguments.model, old, ids)
@@ -125,14 +130,16 @@ def import_model(arguments, name):
     num_tokens = tokens_of(old or arguments.model, old_vocab_size) if arguments.extend_vocab else old_vocab_size
     kept = num_tokens if new else old_vocab_size  # new tokens take the rows that pad the old vocabulary
     pieces = spelled(old, new, num_tokens, vocab_size) if old and new and vocab_size > kept else {}
-    router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
-    trained = replace(config, heads=own_heads(values))
-    plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
     length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
-    orders, measured = {}, None
     tokens, origin = find_sample(arguments, config, values, old_vocab_size, min(length, 2048), old)
     if tokens is None and arguments.calibrate:
         raise ConfigError([f"--calibrate: there is no sample to fit to, since the heads keep their order: {origin}"])
+    add_weights(given, arguments.model)
+    source = StockSource(arguments.model, stock) if stock else Source(arguments.model)
+    router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
+    trained = replace(config, heads=own_heads(values))
+    plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
+    orders, measured = {}, None
     if tokens is not None:
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)

@@ -43,10 +43,11 @@ class Dataset(TrainingData):
 
     @classmethod
     def open(
-        cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decay_begins: int | None = None
-    ) -> "Dataset":
+        cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decay_begins: int | None = None,
+        validates: bool = True,
+    ) -> "Dataset":  # fmt: skip
         """Open the sources of ``data.data_mix``, or of the whole directory. Raises ConfigError with every problem.
-        decay_begins: the first sample of ``data.decay_mix``, or None."""
+        decay_begins: the first sample of ``data.decay_mix``, or None. validates: refuse sources too small for that."""
         problems = data_problems(data)
         raise_any(problems)
         try:
@@ -67,7 +68,7 @@ class Dataset(TrainingData):
             try:
                 opened = open_source(data.data_dir, name, manifest, data.validation_fraction)
                 sources.append(Source(name, opened, seq_length, bytes_per_token(present[name]["units"].values())))
-                problems += sources[-1].problems(data.validation_fraction)
+                problems += sources[-1].problems(data.validation_fraction if validates else 0)
             except ShardError as error:
                 problems.append(f"source {name}: {error}")
         problems += vocabulary_problems(sources, vocab_size, manifest["tokenizer"])

@@ -51,6 +51,15 @@ def test_an_absent_path_is_not_looked_for_on_the_hub(name, api, tmp_path, monkey
     assert hub.model_directory(Path("hf://exports/llm-b")) == Path("/cache/model")
 
 
+@pytest.mark.parametrize("name", ["llm.gguf", "exports/llm.gguf", "absent/llm.gguf", "~/llm.gguf"])
+def test_an_absent_gguf_file_is_called_a_file(name, api, tmp_path, monkeypatch):
+    (tmp_path / "exports").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"--model {name}: there is no such file; give the path"):
+        hub.model_directory(model_path(name))
+    assert not api.calls
+
+
 @pytest.mark.parametrize("name", ["hf://", "hf://org", "hf://org/", "hf://a/b/c", "hf://org/a b", "hf:org"])
 def test_only_owner_and_name_are_a_model_of_the_hub(name, api):
     with pytest.raises(ConfigError, match=r"--model hf://.*: does not name a model .*; write hf://OWNER/NAME"):

@@ -26,11 +26,14 @@ from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.import_weights import EMBEDDING, POSITIONS
 
+HELD_OUT = 0.05  # share of every shard, at its end, that is no sample: training may hold it out
+
 
 def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
-    """Tokens int64 [b, s] of a data directory that was made with the tokenizer of the model. Raises ConfigError."""
-    data = DataConfig(data_dir=str(data_dir), validation_fraction=0)
-    dataset = Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+    """Tokens int64 [b, s] of a data directory that was made with the tokenizer of the model, without the ends of its
+    shards. Raises ConfigError."""
+    data = DataConfig(data_dir=str(data_dir), validation_fraction=HELD_OUT)
+    dataset = Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, validates=False)
     count = max(1, num_tokens // seq_length)
     loader = Loader(
         dataset, global_batch_size=count, micro_batch_size=count, data_parallel_rank=0, data_parallel_size=1,

@@ -11,6 +11,7 @@ from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from tests.tools.imports.llamas import make_llama, trainer_logits
+from tools.heads.importance import HELD_OUT
 
 SAMPLE = 1024  # tokens
 SIGMOID = "--head-selection mixture --routing sigmoid --num-shared-heads 2 --num-active-routed-heads 2".split()
@@ -20,7 +21,7 @@ QUERY_NORM = "--head-selection mixture --routing query_norm --num-shared-heads 2
 @pytest.fixture(scope="module")
 def tokens(data_dir):
     """Those that an import reads, int64 [16, 64]."""
-    data = DataConfig(data_dir=str(data_dir), validation_fraction=0)
+    data = DataConfig(data_dir=str(data_dir), validation_fraction=HELD_OUT)
     dataset = Dataset.open(data, seq_length=64, seed=1234, vocab_size=64)
     loader = Loader(dataset, global_batch_size=16, micro_batch_size=16, data_parallel_rank=0, data_parallel_size=1)
     (batch,) = loader.train_step(0)

@@ -1,15 +1,18 @@
 """A Llama in a GGUF file: the model that transformers reads, or a refusal that names what would be lost."""
 
 import json
+import shutil
 import sys
 
 import pytest
 import torch
+import transformers
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.data.hugging_face_model import HuggingFaceModel
 from tests.tokenizing import TEXTS, hugging_face_tokenizer
-from tests.tools.imports.llamas import BASE_ONLY, assert_same_logits, make_llama
+from tests.tools.imports.llamas import BASE_ONLY, MIXTURE, assert_same_logits, make_llama
+from tools.hf.convert.gguf_source import hugging_face_form
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 NAMES = {
@@ -129,6 +132,38 @@ def test_what_the_reader_would_lose_is_refused_by_name(tool, small, tmp_path, ch
     code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
     assert code == 2 and named in errors and errors.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--head-selection mixture --num-shared-heads 5 --num-active-routed-heads 5".split(), "--num-active-routed-heads 5: must be"),
+        ([*MIXTURE, "--routing-unit", "pair"], "--routing-unit pair"),
+        ([*MIXTURE, "--sample-data", "absent"], "absent/manifest.json"),
+        (["--extend-vocab", "8"], "--extend-vocab 8: the model has 64 rows already"),
+    ],
+)
+@pytest.mark.parametrize("source", ["small.gguf", "config_only"])
+def test_flags_are_refused_before_a_weight_is_read(tool, small, tmp_path, monkeypatch, source, flags, named):
+    if source == "config_only":
+        small.config.save_pretrained(tmp_path / source)
+    else:
+        write_gguf(tmp_path / source, small)
+        monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", None)
+    code, _, errors = tool("import_hf", "--model", tmp_path / source, "--output", tmp_path / "run", *flags)
+    assert code == 2 and named in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [source]
+
+
+def test_what_a_killed_import_left_goes_with_the_next(small, tmp_path):
+    write_gguf(tmp_path / "small.gguf", small)
+    form = (tmp_path / "small.gguf", tmp_path / "run")
+    with hugging_face_form(*form):
+        (place,) = set(tmp_path.iterdir()) - {tmp_path / "small.gguf"}
+        shutil.copytree(place, f"{place}-killed")  # nobody holds its lock
+    with hugging_face_form(*form):
+        assert len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["small.gguf"]
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.2, 0.9])

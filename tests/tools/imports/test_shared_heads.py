@@ -11,10 +11,12 @@ from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.loader import Loader
+from moh_lm.data.shards import ShardWriter, write_manifest
 from tests.tokenizing import hugging_face_tokenizer
 from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
 from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM
 from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, assert_same_logits, make_llama, rewrite, small_model
+from tools.heads.importance import HELD_OUT, sample_shards
 
 
 def importance_by_transformers(model, tokens):
@@ -57,7 +59,7 @@ def test_important_heads_come_first_in_the_same_model(imported, data_dir, tmp_pa
     run_directory = imported(tmp_path / "hf", *flags, *sample)
     assert_same_logits(run_directory, model)
     facts = json.loads((find_step(run_directory) / "state.json").read_text())["imported"]["head_importance"]
-    data = DataConfig(data_dir=str(data_dir), validation_fraction=0)
+    data = DataConfig(data_dir=str(data_dir), validation_fraction=HELD_OUT)
     dataset = Dataset.open(data, seq_length=64, seed=1234, vocab_size=64)
     loader = Loader(dataset, global_batch_size=4, micro_batch_size=4, data_parallel_rank=0, data_parallel_size=1)
     (batch,) = loader.train_step(0)
@@ -72,6 +74,18 @@ def test_important_heads_come_first_in_the_same_model(imported, data_dir, tmp_pa
         means = [importance[group].mean() for group in groups]
         assert means == sorted(means, reverse=True)
         assert all(list(importance[group]) == sorted(importance[group], reverse=True) for group in groups)
+
+
+def test_the_end_of_every_shard_is_no_sample(tmp_path):
+    (tmp_path / "source").mkdir()
+    for unit in range(2):
+        with ShardWriter(tmp_path / "source" / f"unit-{unit}", 64) as shard:
+            for word in [5] * 19 + [7]:  # the last document is a twentieth, and too short for a held-out sequence
+                shard.add([word] * 20)
+            shard.commit({"tokenizer": {"sha256": "none", "vocab_size": 64, "eos_id": 2}, "inputs": []})
+    write_manifest(tmp_path)
+    tokens = sample_shards(tmp_path, vocab_size=64, seq_length=64, num_tokens=800, seed=0)
+    assert tokens.shape == (12, 64) and tokens.unique().tolist() == [5]
 
 
 def importance_of(run_directory):

@@ -59,23 +59,25 @@ def write_list(directory):
 
 
 @contextmanager
-def workplace(parent):
+def workplace(parent, purpose="export"):
     """A new directory in ``parent`` for writing an export; it is removed at the end unless it was published.
 
     What a kill has left of earlier ones is removed as well: nobody holds its lock, whatever numbers processes have.
+    purpose: begins the name, and tells apart what is left of other programs.
     """
-    for left in parent.glob("export-tmp-*"):
+    prefix = f"{purpose}-tmp-"  # no dots: transformers makes a module name of it
+    for left in parent.glob(f"{prefix}*"):
         with suppress(OSError), open(left / "lock", "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock.read() == HELD and not left.is_symlink() and not (left / "former").exists():
                 shutil.rmtree(left)
-    place = Path(tempfile.mkdtemp(prefix="export-tmp-", dir=parent))  # no dots: transformers makes a module name of it
+    place = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         with open(place / "lock", "wb", buffering=0) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             lock.write(HELD)
-            (place / "export").mkdir()
-            yield place / "export"
+            (place / purpose).mkdir()
+            yield place / purpose
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

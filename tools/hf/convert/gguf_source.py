@@ -6,9 +6,7 @@ rotary embedding. Therefore everything in the file is checked first, and what wo
 """
 
 import json
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +14,7 @@ from safetensors.torch import save_file
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json
+from tools.hf.convert.export_directory import workplace
 
 SUFFIX = ".gguf"
 OF_LAYER = (
@@ -27,20 +26,20 @@ OTHERWISE = "import the model in Hugging Face form instead"
 
 @contextmanager
 def hugging_face_form(model, output):
-    """``model`` itself, or if it is a GGUF file a temporary directory beside ``output`` with what it holds.
+    """``model`` itself, or if it is a GGUF file a temporary directory beside ``output`` with its config and tokenizer.
 
-    The directory takes 4 bytes for each parameter. Raises ConfigError for a file that transformers cannot read, or
-    would not read in full.
+    ``add_weights`` completes it. Raises ConfigError for a file that transformers cannot read, or would not read in
+    full.
     """
     if model.suffix != SUFFIX:
         yield model
         return
     check(model)
     place = next(parent for parent in output.absolute().parents if parent.exists())
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=place) as directory:
-        write_model(model, Path(directory))
-        write_tokenizer(model, Path(directory))
-        yield Path(directory)
+    with workplace(place, "import") as directory:
+        write_config(model, directory)
+        write_tokenizer(model, directory)
+        yield directory
 
 
 def check(path):
@@ -81,20 +80,28 @@ def check(path):
     raise_any([f"--model {path}: {problem}" for problem in problems])
 
 
-def write_model(path, directory):
-    """Write config.json and model.safetensors, in fp32, of the GGUF file ``path``."""
+def write_config(path, directory):
+    """Write config.json of the GGUF file ``path``; no weights are read."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig.from_pretrained(path.parent, gguf_file=path.name)
+    values = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+
+
+def add_weights(model, directory):
+    """Write model.safetensors of the GGUF file ``model``, 4 bytes for each parameter; other models have their own."""
+    if model.suffix != SUFFIX:
+        return
     from transformers import LlamaForCausalLM, logging, modeling_gguf_pytorch_utils
 
     logging.disable_progress_bar()
-    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # the bar that the line above leaves on
-    model = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    config.pop("quantization_config", None)  # transformers 5 says there which file was read
-    weights = model.state_dict()
-    if config["tie_word_embeddings"]:
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # its bar, for which it has no setting
+    llama = LlamaForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
+    weights = llama.state_dict()
+    if llama.config.tie_word_embeddings:
         weights.pop("lm_head.weight")
     save_file({name: weight.contiguous() for name, weight in weights.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def write_tokenizer(path, directory):

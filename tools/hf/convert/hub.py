@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 from moh_lm.config import ConfigError
+from tools.hf.convert.gguf_source import SUFFIX
 
 try:
     from huggingface_hub import HfApi
@@ -34,6 +35,8 @@ def model_directory(model: Path) -> Path:
         return model
     if meant and not NAME.fullmatch(name):
         raise ConfigError([f"--model hf://{name}: does not name a model on the hub; write hf://OWNER/NAME"])
+    if model.suffix == SUFFIX and not meant:
+        raise ConfigError([f"--model {name}: there is no such file; give the path of a GGUF file"])
     given, by_hand = f"--model {name}: there is no such directory", f"hf download {name} --local-dir DIR"
     if not NAME.fullmatch(name):
         raise ConfigError([f"{given}; give a model in Hugging Face form, or its OWNER/NAME on the hub"])
