@@ -34,7 +34,7 @@ TRAINING=(
     --precision fp32
     --schedule wsd --decay-iters 0 # a constant rate, so that a stage can follow
     --learning-rate 5e-5 --min-learning-rate 5e-5 --warmup-iters 10
-    --validation-fraction 0.05
+    --validation-fraction 0.05 # no more than the import leaves out of its sample
     --eval-samples 4
     --eval-interval 0 # before the first iteration, and at the end of each stage
     --log-interval 5
@@ -72,7 +72,7 @@ run python data_prep/tokenize.py --tokenizer "$out/original/checkpoints/step-0" 
 step "The loss of the original (its run has one iteration, since losses are measured before the first)"
 train "$out/original" 1 --warmup-iters 0
 
-step "Mixture: the most important heads shared, the others chosen by a router, both fitted to 8K tokens of the text"
+step "Mixture: the most important heads shared, the others chosen by a router, fitted to 8K tokens of the training text"
 up_to_date "$out/mixture/checkpoints/latest" ||
     run python tools/import_hf.py --model "$gguf" --output "$out/mixture" "${HEADS[@]}" --calibrate \
         --sample-data "$out/data" --sample-tokens 8K

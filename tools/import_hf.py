@@ -58,9 +58,8 @@ def parse_arguments(texts):
     add("--select-shared", choices=("first", "importance"),
         help="heads that are shared or static (default: the most important ones, if the model has a tokenizer to "
         "measure them with)")  # fmt: skip
-    add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens on which importance is measured, "
-        "without the last 5%% of each")  # fmt: skip
-    add("--sample-text", type=Path, metavar="FILE", help="the same as text (default: the documentation of Python)")
+    add("--sample-data", type=Path, metavar="DIR", help="sample: shards in the model's tokens, but for their last 5%%")
+    add("--sample-text", type=Path, metavar="FILE", help="sample: a text (default: the documentation of Python)")
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="tokens of the sample (default: 16K)")
     add("--calibrate", action="store_true", help="fit output projections and router weights to the sample")
     add("--extend-vocab", type=at_least(1), metavar="N", help="extend the vocabulary to this number of rows")
@@ -92,10 +91,7 @@ def run(arguments):
 
 
 def import_model(arguments, name, given):
-    """Import the directory ``arguments.model``, which messages call ``name``. given: itself, or its GGUF file.
-
-    All flags are checked before a weight is read, which takes minutes if they are in a GGUF file.
-    """
+    """Import the directory ``arguments.model``, which messages call ``name``. given: itself, or its GGUF file."""
     from tqdm import tqdm
 
     from tools.heads.calibration import calibrate

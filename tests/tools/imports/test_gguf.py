@@ -137,7 +137,7 @@ def test_what_the_reader_would_lose_is_refused_by_name(tool, small, tmp_path, ch
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--head-selection mixture --num-shared-heads 5 --num-active-routed-heads 5".split(), "--num-active-routed-heads 5: must be"),
+        ("--head-selection mixture --num-shared-heads 5 --num-active-routed-heads 5".split(), "heads 5: must be"),
         ([*MIXTURE, "--routing-unit", "pair"], "--routing-unit pair"),
         ([*MIXTURE, "--sample-data", "absent"], "absent/manifest.json"),
         (["--extend-vocab", "8"], "--extend-vocab 8: the model has 64 rows already"),

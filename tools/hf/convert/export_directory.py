@@ -63,7 +63,7 @@ def workplace(parent, purpose="export"):
     """A new directory in ``parent`` for writing an export; it is removed at the end unless it was published.
 
     What a kill has left of earlier ones is removed as well: nobody holds its lock, whatever numbers processes have.
-    purpose: begins the name, and tells apart what is left of other programs.
+    purpose: begins the directory's name, so that each program removes its own leftovers only.
     """
     prefix = f"{purpose}-tmp-"  # no dots: transformers makes a module name of it
     for left in parent.glob(f"{prefix}*"):

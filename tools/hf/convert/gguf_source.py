@@ -28,8 +28,8 @@ OTHERWISE = "import the model in Hugging Face form instead"
 def hugging_face_form(model, output):
     """``model`` itself, or if it is a GGUF file a temporary directory beside ``output`` with its config and tokenizer.
 
-    ``add_weights`` completes it. Raises ConfigError for a file that transformers cannot read, or would not read in
-    full.
+    ``add_weights`` completes it, once all flags have been checked. Raises ConfigError for a file that transformers
+    cannot read, or would not read in full.
     """
     if model.suffix != SUFFIX:
         yield model
