@@ -40,16 +40,14 @@ BACKENDS = {"dense": None, "groups": None, "triton": TRITON, "cpu_sparse": CPU_S
 class Settings(NamedTuple):
     """What the layers of a model need to know of the run.
 
-    group: tensor-parallel group, or None. context: ``ContextGroups``, or None. micro_batches: number of them in a step,
-    over which the losses of the routers are averaged. recompute: whether activations are recomputed. backends: the
-    attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the run. watched: whether every
-    layer must go through its core attention while it trains, for hooks to see. z_loss: see
+    group: tensor-parallel group, or None. context: ``ContextGroups``, or None. recompute: whether activations are
+    recomputed. backends: the attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the
+    run. watched: whether every layer must go through its core attention while it trains, for hooks to see. z_loss: see
     ``linear_cross_entropy``. fused_loss: whether Triton kernels compute the loss; see triton_cross_entropy.py.
     """
 
     group: object = None
     context: ContextGroups | None = None
-    micro_batches: int = 1
     recompute: bool = False
     backends: tuple[str, ...] | str = "dense"
     seed: int = 0
@@ -143,8 +141,7 @@ def build_attention(config, layer_index, settings):
         core = HeadsInGroups(config.active_heads(layer_index) // of.num_key_value_heads, **core)
     else:
         core = (LatentCore if of.attention == "latent" else CoreAttention)(**core)
-    terms = loss_terms(config, settings.micro_batches)
-    router = build_router(of, layer_index, heads, core, init_std, terms, settings)
+    router = build_router(of, layer_index, heads, core, init_std, loss_terms(config), settings)
     kind, positions = attention_kind(of, router, core, settings), RotaryPositions
     if of.head_dims:
         positions = partial(HeterogeneousPositions, of, layer_index, heads)

@@ -22,12 +22,14 @@ class RouterInputs(NamedTuple):
     heads have gate 1 for now. previous_share: float32 [E], the share of the tokens of the whole previous step that
     selected each expert, for ``--load-balance-scope global_batch``; None before the first step. l1: float32 [], what
     takes the place of the balance loss's coefficient where it follows the number of selected experts; else None.
+    micro_batches: number of them in a step, over which the losses of routers are averaged.
     """
 
     samples: torch.Tensor | None = None
     dense_warmup: bool = False
     previous_share: torch.Tensor | None = None
     l1: torch.Tensor | None = None
+    micro_batches: int = 1
 
 
 class BatchContext:
@@ -41,7 +43,7 @@ class BatchContext:
         self.makes_masks = makes_masks
         self.waiting = deque()
         self.mask = self.positions = self.samples = None
-        self.dense_warmup, self.shares, self.l1 = False, {}, None
+        self.dense_warmup, self.shares, self.l1, self.micro_batches = False, {}, None, 1
 
     def feed(self, positions, samples=None):
         """Take what belongs to the micro-batches to come, in the order of their forward passes.
@@ -60,9 +62,9 @@ class BatchContext:
             self.positions = positions.to(device, non_blocking=True)
             self.mask = document_bounds(self.positions, self.makes_masks)
 
-    def begin(self, dense_warmup):
-        """Say whether the steps to come belong to the dense warm-up."""
-        self.dense_warmup = dense_warmup
+    def begin(self, dense_warmup, micro_batches=1):
+        """Say whether the steps to come belong to the dense warm-up, and how many micro-batches each of them has."""
+        self.dense_warmup, self.micro_batches = dense_warmup, micro_batches
 
     def set_shares(self, shares):
         """Say which share of a step's tokens selected each expert. shares: {layer index: float [E]}."""
@@ -74,4 +76,5 @@ class BatchContext:
 
     def router_inputs(self, layer_index):
         """``RouterInputs`` of a layer for the current micro-batch."""
-        return RouterInputs(self.samples, self.dense_warmup, self.shares.get(layer_index), self.l1)
+        share = self.shares.get(layer_index)
+        return RouterInputs(self.samples, self.dense_warmup, share, self.l1, self.micro_batches)

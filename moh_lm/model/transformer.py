@@ -201,9 +201,9 @@ def saved_tensors(module):
     yield from ((name, tensor) for name, tensor in module.named_buffers() if name in kept)
 
 
-def loss_terms(config, micro_batches):
-    """Losses of routers in a step, of which Eq. 8 takes the mean: of layers with routed heads, and micro-batches."""
-    return max(1, len(config.routed_layers())) * micro_batches
+def loss_terms(config):
+    """Layers with routed heads, over whose losses Eq. 8 takes the mean."""
+    return max(1, len(config.routed_layers()))
 
 
 @torch.no_grad()

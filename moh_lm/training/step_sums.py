@@ -50,17 +50,15 @@ class RouterSums:
     """What the routers of this rank report about a step, and the shares that ``global_batch`` balances against.
 
     blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which is told what routers follow.
-    layers: ``RoutedLayer``s of the whole model. tokens: number of tokens in a step over all ranks. shares: for each
-    layer with routed experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps: n of
-    lambda, int64 [].
+    layers: ``RoutedLayer``s of the whole model. shares: for each layer with routed experts, the share of a step's
+    tokens that selected each of them, [E] float64. l1_steps: n of lambda, int64 [].
     """
 
-    def __init__(self, blocks, batch, layers, num_sources, tokens, groups, device):
+    def __init__(self, blocks, batch, layers, num_sources, groups, device):
         self.blocks = blocks
         self.batch = batch
         self.layers = layers
         self.num_sources = num_sources
-        self.tokens = tokens
         self.groups = groups
         self.device = device
         self.shares = [
@@ -70,6 +68,10 @@ class RouterSums:
         ]
         self.by_sign = any(layer.by_sign for layer in layers)
         self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
+
+    def begin(self, tokens):
+        """Say how many tokens the steps to come have, over all ranks."""
+        self.tokens = tokens
 
     def take(self, sources, frozen):
         """Return the sums of a step over all ranks, [num_sources, sum of (4 + E)], and update the routers with the
