@@ -49,7 +49,8 @@ def tokenize_flags(texts):
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
         help="a source and its files: JSON lines, parquet, Arrow or plain text, also compressed with gzip or "
-        "zstandard; '-' is standard input; may be repeated",
+        "zstandard, also at a URL that fsspec reads, such as s3://BUCKET/*.jsonl.gz; '-' is standard input; may be "
+        "repeated",
     )
     add(
         "--recognize", metavar="DIR", action="append", default=[],

@@ -10,22 +10,17 @@ manifest, which is sealed itself. The sidecar comes last, and the manifest after
 import hashlib
 import os
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
-
-import fsspec
 
 from data_prep.output import only_run, writable_directory
 from data_prep.report import progress_bar
+from data_prep.storage import BLOCK, file_system, persistently
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, flush
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 
-ATTEMPTS = 3
-PAUSE = 1.0  # seconds before the second attempt, and twice as many before each next one
-BLOCK = 1 << 22
 SHORT = 2**24  # bytes that are copied before a bar would be of use
 SUFFIXES = (".bin", ".idx")
 
@@ -66,10 +61,7 @@ class Origin:
 
     def __init__(self, url):
         self.url = url.rstrip("/")
-        try:
-            self.files, self.root = fsspec.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise ConfigError([f"FROM {url}: {error}; pip install -e '.[remote]'"]) from error
+        self.files, self.root = file_system(self.url)
 
     def path(self, name):
         return f"{self.root.rstrip('/')}/{name}"
@@ -84,19 +76,6 @@ class Origin:
                 return None
 
         return persistently(f"{self.url}/{name}", read)
-
-
-def persistently(name, work):
-    """What ``work()`` returns, with retries after failures. Raises OSError with the last reason."""
-    for attempt in range(ATTEMPTS):
-        try:
-            return work()
-        except ShardError:
-            raise
-        except Exception as error:  # each protocol has its own
-            reason = str(error) or type(error).__name__
-        time.sleep(PAUSE * 2**attempt if attempt + 1 < ATTEMPTS else 0)
-    raise OSError(f"{name}: cannot be copied ({reason})")
 
 
 def stage(origin, output, staged):
