@@ -6,7 +6,6 @@ What a local file's modification time is for, a remote one's etag or checksum is
 """
 
 import errno
-import hashlib
 import io
 import os
 import re
@@ -16,7 +15,7 @@ from functools import cache
 import fsspec
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError
+from moh_lm.data.files import ShardError, sha256_of
 
 URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 BLOCK = 1 << 22  # bytes of a remote file that are read at once
@@ -97,15 +96,7 @@ def open_file(path: str, block: int = BLOCK):
 def same_bytes(path: str, other: str) -> bool:
     """Whether two files are the same, or have the same bytes. Raises OSError."""
     local = not is_remote(path) and not is_remote(other)
-    return (local and os.path.samefile(path, other)) or digest(path) == digest(other)
-
-
-def digest(path: str) -> str:
-    found = hashlib.sha256()
-    with open_file(path) as file:
-        while data := file.read(BLOCK):
-            found.update(data)
-    return found.hexdigest()
+    return (local and os.path.samefile(path, other)) or sha256_of(path, open_file) == sha256_of(other, open_file)
 
 
 class RemoteFile(io.RawIOBase):

@@ -17,7 +17,7 @@ from data_prep.report import progress_bar
 from data_prep.storage import BLOCK, file_system, persistently
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, flush
+from moh_lm.data.files import ShardError, beside, flush, sha256_of
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 
@@ -130,7 +130,7 @@ def fetch_unit(origin, output, source, unit, entry, report):
         copy = Copy(origin, name, beside(prefix, suffix), facts[suffix[1:]], report)
         if not (copy.attempt() or copy.attempt()):  # the first one may have gone on from a part of another file
             raise ShardError(f"{origin.url}/{name}: is not what its sidecar says; restore it there")
-    flush_file(staged)
+    flush(staged)
     os.replace(staged, sidecar)
     flush(prefix.parent)
 
@@ -148,14 +148,10 @@ class Copy:
     def attempt(self):
         """Copy the file; returns whether it matches the sidecar and got its final name. Raises OSError."""
         persistently(f"{self.origin.url}/{self.name}", self.go_on)
-        digest = hashlib.sha256()
-        with open(self.part, "rb") as part:
-            while block := part.read(BLOCK):
-                digest.update(block)
-        if digest.hexdigest() != self.facts["sha256"]:
+        if sha256_of(self.part) != self.facts["sha256"]:
             self.part.unlink()
             return False
-        flush_file(self.part)
+        flush(self.part)
         os.replace(self.part, self.target)
         return True
 
@@ -166,8 +162,3 @@ class Copy:
             while block := file.read(BLOCK):
                 part.write(block)
                 self.report(len(block))
-
-
-def flush_file(path):
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
