@@ -62,7 +62,6 @@ def gigatoken_batches(model, eos_id: int) -> Batches:
     """gigatoken with the vocabulary of a Hugging Face tokenizer. Raises ConfigError."""
     try:
         import gigatoken  # optional: it is young
-
         if not isinstance(model, HuggingFaceModel):
             raise ValueError("it is for tokenizer.json of Hugging Face")
         facts = json.loads(model.tokenizer.to_str())
@@ -148,7 +147,6 @@ class Tokenizer:
             return f"{sentence} and begin with {begin}"
         usual = ", as transformers does" if getattr(self.model, "begins", False) else ""
         return f"{sentence}; no token begins them (--bos puts {begin} there{usual})"
-
 
     @cached_property
     def cache(self) -> SegmentCache | Batches | None:

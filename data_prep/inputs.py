@@ -21,10 +21,10 @@ from tqdm import tqdm
 from data_prep.containers import READ, InputError, reading
 from data_prep.corpora import recognize
 from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
-from data_prep.storage import is_remote, remote_files, same_bytes
+from data_prep.storage import is_remote, open_file, remote_files
 from data_prep.tables import first_row
 from moh_lm.config import ConfigError
-from moh_lm.data.files import refuse_folder
+from moh_lm.data.files import refuse_folder, sha256_of
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 
@@ -67,7 +67,8 @@ def same_content(piece: Piece, other: Piece) -> bool:
     if piece.size <= 2 * SAMPLE:
         return True
     try:
-        return same_bytes(piece.path, other.path)
+        same_file = os.path.realpath(piece.path) == os.path.realpath(other.path)
+        return same_file or sha256_of(piece.path, open_file) == sha256_of(other.path, open_file)
     except OSError:
         return False
 

@@ -15,7 +15,7 @@ from functools import cache
 import fsspec
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, sha256_of
+from moh_lm.data.files import ShardError
 
 URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 BLOCK = 1 << 22  # bytes of a remote file that are read at once
@@ -91,12 +91,6 @@ def open_file(path: str, block: int = BLOCK):
     """The file at a path or URL, open for reading bytes at any place; block: bytes of a remote one that are read at
     once."""
     return io.BufferedReader(RemoteFile(path), block) if is_remote(path) else open(path, "rb")
-
-
-def same_bytes(path: str, other: str) -> bool:
-    """Whether two files are the same, or have the same bytes. Raises OSError."""
-    local = not is_remote(path) and not is_remote(other)
-    return (local and os.path.samefile(path, other)) or sha256_of(path, open_file) == sha256_of(other, open_file)
 
 
 class RemoteFile(io.RawIOBase):

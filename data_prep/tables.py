@@ -54,9 +54,7 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
     """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
-    # ParquetFile takes no path that is not UTF-8, OSFile takes its bytes.
-    remote = is_remote(piece.path)
-    with open_file(piece.path) if remote else pyarrow.OSFile(os.fsencode(piece.path)) as raw:
+    with open_file(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
         columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]

@@ -49,8 +49,7 @@ def tokenize_flags(texts):
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
         help="a source and its files: JSON lines, parquet, Arrow or plain text, also compressed with gzip or "
-        "zstandard, also at a URL that fsspec reads, such as s3://BUCKET/*.jsonl.gz; '-' is standard input; may be "
-        "repeated",
+        "zstandard, also at a URL such as s3://BUCKET/*.gz; '-' is standard input; may be repeated",
     )
     add(
         "--recognize", metavar="DIR", action="append", default=[],
@@ -68,8 +67,7 @@ def tokenize_flags(texts):
     add("--bos", action="store_true", help="put the beginning-of-sequence token before each document")
     add(
         "--engine", choices=("own", "gigatoken"), default="own",
-        help="what encodes with a Hugging Face tokenizer: its own library, or the faster gigatoken (pip install "
-        "gigatoken), whose ids are compared for one document in a thousand (default: own)",
+        help="gigatoken encodes with a Hugging Face tokenizer faster; a sample of its ids is compared (default: own)",
     )
     add("--no-shuffle", action="store_true", help="keep the documents in order instead of shuffling each shard")
     add(

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import shutil
+from contextlib import suppress
 
 import torch
 
@@ -199,13 +200,11 @@ def backend_problems(config):
 
 def batch_warmup_problems(run):
     """What is wrong with --batch-warmup."""
-    if not run.batch_warmup:
-        return []
-    try:
+    batch = tokens = 0
+    with suppress(ValueError):
         batch, tokens = run.first_batches
-    except ValueError:
-        batch = tokens = 0
-    if 0 < batch < run.batch_tokens and tokens > 0 and batch % max(1, run.seq_length) == 0:
+    sound = 0 < batch < run.batch_tokens and tokens > 0 and batch % max(1, run.seq_length) == 0
+    if sound or not run.batch_warmup:
         return []
     return [
         f"--batch-warmup {run.batch_warmup}: write BATCH:TOKENS, such as 512K:10B, with a BATCH below --batch-tokens "

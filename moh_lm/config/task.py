@@ -54,10 +54,6 @@ class TaskConfig:
         """Return the first sample that is read with a new data mix; None if the mix never changes."""
         return None
 
-    @property
-    def tokens_per_iteration(self):
-        return self.run.global_batch_size * self.seq_length
-
     def data_parallel_size(self, world_size):
         return world_size // self.parallel.ranks_of_a_sequence()
 

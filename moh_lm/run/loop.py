@@ -178,8 +178,7 @@ class Run:
             self.event_log.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        tokens = run.batch_at(samples) * config.seq_length
-        self.accumulator.add(result, data_seconds, tokens, bad_sources, self.timer.take())
+        self.accumulator.add(result, data_seconds, self.engine.tokens, bad_sources, self.timer.take())
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result

@@ -137,7 +137,7 @@ class Engine:
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size(), samples)
         accumulate(self.engine, self.micro_batches)
         self.model.batch.begin(self.dense_warmup, self.micro_batches)
-        self.router_sums.begin(config.run.batch_at(samples) * config.seq_length)
+        self.tokens = config.run.batch_at(samples) * config.seq_length  # of all ranks
 
     def compare_kernels(self):
         """Compare the requested kernels with torch on this device and return sentences about them. All ranks call it
@@ -167,7 +167,7 @@ class Engine:
             if self.dense_warmup:
                 self.optimizer.rest()
         sources = [batch.sources for batch in micro_batches]
-        routers = self.router_sums.take(sources, frozen=skipped or self.dense_warmup)
+        routers = self.router_sums.take(sources, self.tokens, frozen=skipped or self.dense_warmup)
         self.after_step(skipped)
         torch.get_device_module(self.device).synchronize()
         seconds = {"forward_backward": stats.time - started, "optimizer": time.perf_counter() - stats.time}

@@ -69,16 +69,13 @@ class RouterSums:
         self.by_sign = any(layer.by_sign for layer in layers)
         self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
 
-    def begin(self, tokens):
-        """Say how many tokens the steps to come have, over all ranks."""
-        self.tokens = tokens
-
-    def take(self, sources, frozen):
+    def take(self, sources, tokens, frozen):
         """Return the sums of a step over all ranks, [num_sources, sum of (4 + E)], and update the routers with the
         step's shares.
 
-        sources: [b] of each of this rank's micro-batches. frozen: keep the shares, and biases, of the step before,
-        because this step has no numbers, or none that can be trusted. A dense warm-up adds nothing.
+        sources: [b] of each of this rank's micro-batches. tokens: of the step over all ranks. frozen: keep the shares,
+        and biases, of the step before, because this step has no numbers, or none that can be trusted. A dense warm-up
+        adds nothing.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
@@ -90,15 +87,15 @@ class RouterSums:
                 parts[block.index] += of_source @ rows
         sum_over_ranks(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not frozen:
-            self.follow({index: part[:, COUNTS].sum(0) for index, part in parts.items()})
+            self.follow({index: part[:, COUNTS].sum(0) for index, part in parts.items()}, tokens)
         return sums
 
-    def follow(self, counts):
+    def follow(self, counts, tokens):
         """Update shares and biases of the routers. counts: {layer index: [E], selections in the whole step}."""
-        shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
+        shares = (counts[layer.index] * layer.stride / tokens for layer in self.layers)
         self.set_shares([share for share in shares if len(share)])
         if self.by_sign:
-            excess = sum(counts[layer.index].sum() - layer.num_active * self.tokens for layer in self.layers)
+            excess = sum(counts[layer.index].sum() - layer.num_active * tokens for layer in self.layers)
             self.set_l1_steps(self.l1_steps + excess.sign().long())
         for block in self.blocks:
             router = block.router()

@@ -68,14 +68,10 @@ class Origin:
 
     def small_file(self, name):
         """The bytes of a file; None if it is absent. Raises OSError."""
-
-        def read():
-            try:
-                return self.files.cat_file(self.path(name))
-            except FileNotFoundError:
-                return None
-
-        return persistently(f"{self.url}/{name}", read)
+        try:
+            return persistently(f"{self.url}/{name}", lambda: self.files.cat_file(self.path(name)))
+        except FileNotFoundError:
+            return None
 
 
 def stage(origin, output, staged):
