@@ -9,6 +9,8 @@ Sizes: d hidden size, e head dimension, h query heads, k key/value heads, r = h 
 
 import math
 
+import numpy as np
+
 from moh_lm.kernels.masks import mean_keys
 from moh_lm.kernels.selected_keys import marked_features
 from moh_lm.model.gates import FORMS, form_of
@@ -114,7 +116,9 @@ def attention_activation_bytes(config, width, tp, counted=0):
     the gated context are wider: here the mean over layers. Latent values are padded; the latent's norms keep their
     input in fp32 and give their output. Heads of several widths are padded too, but for the last context. counted: keys
     whose positions are counted by CoPE, which keeps seven numbers for each score, and the queries and keys of its
-    products. Gates of features keep their sigmoid, themselves and what they give.
+    products. Gates of features keep their sigmoid, themselves and what they give. Positions that count the tokens of a head keep
+    cos and sin of every head. Where heads are chosen inside their groups, queries and context are those of the chosen
+    heads; if a group has several, they are put in their places before the gates, which makes a copy of h heads.
     """
     d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
     by_queries = config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries
@@ -127,7 +131,11 @@ def attention_activation_bytes(config, width, tp, counted=0):
     gated = config.heads.head_selection != "all"
     keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``HeadPartition.kv_replication``
     marks = sum(map(config.own_keys, range(config.num_layers))) / config.num_layers * marked_features(e, h // k)
-    heads = width * ((2 * h + 2 * keys) * (e + marks) + gated * h * e) + by_queries * 4 * h * e
+    active = [config.active_heads(layer) for layer in range(config.num_layers)] if config.chooses_in_groups else [h]
+    asked, placed = np.mean(active), config.chooses_in_groups * np.mean(np.array(active) > k)
+    counting = np.mean([config.own_positions(layer) for layer in range(config.num_layers)])
+    heads = width * ((2 * asked + 2 * keys) * (e + marks) + (gated + placed + 2 * counting) * h * e)
+    heads += by_queries * 4 * h * e
     heads += config.element_gates * 3 * width * h * e
     heads += config.qk_norm * (4 + width) * (h + k) * e
     if counted:
