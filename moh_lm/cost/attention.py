@@ -116,9 +116,9 @@ def attention_activation_bytes(config, width, tp, counted=0):
     the gated context are wider: here the mean over layers. Latent values are padded; the latent's norms keep their
     input in fp32 and give their output. Heads of several widths are padded too, but for the last context. counted: keys
     whose positions are counted by CoPE, which keeps seven numbers for each score, and the queries and keys of its
-    products. Gates of features keep their sigmoid, themselves and what they give. Positions that count the tokens of a head keep
-    cos and sin of every head. Where heads are chosen inside their groups, queries and context are those of the chosen
-    heads; if a group has several, they are put in their places before the gates, which makes a copy of h heads.
+    products. Gates of features keep their sigmoid, themselves and what they give. Positions that count the tokens of a
+    head keep cos and sin of every head. Where heads are chosen inside their groups, queries and context are those of
+    the chosen heads; if a group has several, they are put in their places before the gates: a copy of h heads.
     """
     d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
     by_queries = config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries
