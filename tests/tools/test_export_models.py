@@ -49,7 +49,7 @@ def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, 
     assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
 
 
-OWN_KEYS = replace(HEADS, routed_keys="selected")
+OWN_KEYS = replace(HEADS, routed_keys="selected", routed_positions="head")
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ The keys are those of ``LlamaConfig`` and these:
                              as many heads are shared, and as many selected, in every group of heads that share a
                              key/value head, the shared ones first in the group
     routed_keys              all; selected: a routed head sees, and keeps, the tokens only that select it
+    routed_positions         text; head: the position of a token in a routed head is the number of earlier tokens that
+                             use the head, for routed_keys selected
     query_dim                where the caches of an engine need heads wider than the model's, for routed_keys selected:
                              the model's; head_dim is then that of the caches
     attention                heads; latent: keys and values of all heads are made of one vector of a token, of
@@ -51,6 +53,7 @@ HEAD_SELECTIONS = ("all", "mixture", "static")
 ROUTING_UNITS = ("head", "key_value_group", "head_in_group")
 ROUTING_DTYPES = ("fp32", "bf16")
 ROUTED_KEYS = ("all", "selected")
+ROUTED_POSITIONS = ("text", "head")
 POSITIONS = ("rotary", "cope", "learned", "none")
 ATTENTIONS = ("heads", "latent")
 ROPE_KEYS = {  # fields of ``Rotary`` in moh_rotary.py -> keys of ``rope_parameters``
@@ -84,6 +87,7 @@ DEFAULTS = {  # of the keys that are kept as they are
     "gate_width": 0,
     "routing_unit": "head",
     "routed_keys": "all",
+    "routed_positions": "text",
     "routing_dtype": "fp32",
     "routing_top_p": None,
     "cope_max_position": 64,
@@ -211,6 +215,10 @@ class MoHLlamaConfig(PretrainedConfig):
         in_groups = self.head_selection == "mixture" and self.routing_unit == "head_in_group"
         return self.layer_heads[layer] // self.queries_per_key if in_groups else 1
 
+    def counts_by_expert(self):
+        """Whether heads see the tokens only that use them, and those that share a key are used together."""
+        return self.routed_keys == "selected" and self.heads_per_expert == self.queries_per_key
+
     def check(self):
         """Raises ValueError for what the model cannot compute."""
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
@@ -229,6 +237,7 @@ class MoHLlamaConfig(PretrainedConfig):
             ("routing", FORMS),
             ("routing_unit", ROUTING_UNITS),
             ("routed_keys", ROUTED_KEYS if self.attention == "heads" else ROUTED_KEYS[:1]),
+            ("routed_positions", ROUTED_POSITIONS if self.counts_by_expert() else ROUTED_POSITIONS[:1]),
             ("attention", ATTENTIONS),
             ("routing_dtype", ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]),
         ):

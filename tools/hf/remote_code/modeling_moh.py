@@ -124,6 +124,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             r, e = config.queries_per_key, config.head_dim
             override = f'{{"head_dim": {-(-(e + r) // 16) * 16}, "query_dim": {e}}}'
             raise ValueError(f"routed_keys selected: vLLM's cache has no room for it; use --hf-overrides '{override}'")
+        if config._attn_implementation == "vllm" and marked and config.routed_positions == "head":
+            raise ValueError("routed_positions head: vLLM keeps keys at positions of the text; use transformers")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
         if "learned" in config.layer_positions:
@@ -172,6 +174,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             own = self.layers[index].self_attn
             if own.own_keys and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own.head_dim):
                 cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
+        counting = [index for index, layer in enumerate(self.layers) if layer.self_attn.own_positions]
+        kept = layers and all(isinstance(layers[index], OwnKeysLayer | OwnKeysStaticLayer) for index in counting)
+        if counting and not (kept or isinstance(cache, DynamicCache)):
+            raise ValueError("routed_positions head: this cache cannot count tokens; choose a DynamicCache")
         padding = of_padding(attention_mask)
         simple = attention_mask is None or padding is not None
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
