@@ -122,6 +122,10 @@ def test_positions_in_heads_go_on_where_a_window_forgets_keys():
     expected = model(tokens, use_cache=False).logits
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=3e-6 * expected.abs().max().item())
     assert_equals_reference(model, tokens[0])
+    mask = torch.ones_like(tokens)
+    mask[0, 5] = 0  # what is masked is not counted, wherever it stands
+    texts = [model.generate(tokens, attention_mask=mask, use_cache=use_cache, **GREEDY) for use_cache in (False, True)]
+    assert texts[0].equal(texts[1])
     with pytest.raises(ValueError, match="routed_positions head: .*choose a DynamicCache"):
         model(tokens, past_key_values=StaticCache(model.config, max_cache_len=12))
 

@@ -161,9 +161,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         kinds = {window: "sliding_attention" if window else "full_attention" for window in windows}
         return {window: attention_mask[kind] for window, kind in kinds.items()}  # of continuous batching
 
-    def keep_own_keys(self, cache, attention_mask, length, output_attentions):
-        """Have the layers of a cache that is empty keep what heads use only, but where attention weights are
-        asked for. -> Which of the last ``length`` tokens are no padding, bool [b, length], or None for all."""
+    def keep_own_keys(self, cache, attention_mask, output_attentions):
+        """Have the layers of a cache that is empty keep what heads use only, but where attention weights are asked
+        for."""
         layers = getattr(cache, "layers", None) or []
         if output_attentions and any(isinstance(cached, OwnKeysLayer) for cached in layers):
             raise ValueError("output_attentions: the cache has left out keys; give it from the first token on")
@@ -178,8 +178,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         kept = layers and all(isinstance(layers[index], OwnKeysLayer | OwnKeysStaticLayer) for index in counting)
         if counting and not (kept or isinstance(cache, DynamicCache)):
             raise ValueError("routed_positions head: this cache cannot count tokens; choose a DynamicCache")
-        padding = of_padding(attention_mask)
-        simple = attention_mask is None or padding is not None
+        simple = attention_mask is None or of_padding(attention_mask) is not None
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
         plain = plain and not output_attentions and not getattr(cache, "offloading", False)
         if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
@@ -187,7 +186,6 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             for index, layer in enumerate(self.layers):
                 if layer.self_attn.own_keys and type(cache.layers[index]) is DynamicLayer:
                     cache.layers[index] = OwnKeysLayer()
-        return None if padding is None else padding[:, -length:].bool()
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
@@ -223,7 +221,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         present = None
         if config.routed_keys == "selected" and past_key_values is not None:
-            present = self.keep_own_keys(past_key_values, attention_mask, x.shape[1], output_attentions)
+            self.keep_own_keys(past_key_values, attention_mask, output_attentions)
+        if config.routed_keys == "selected" and (padding := of_padding(attention_mask)) is not None:
+            present = padding[:, -x.shape[1] :].bool()
         masks = self.masks(x, attention_mask, past_key_values, cache_position, position_ids)
         position_embeddings = self.rotary_emb(x, position_ids)
 

@@ -192,15 +192,17 @@ class MoHLlamaAttention(nn.Module):
         # kwargs, and puts there what the attention needs.
         more = kwargs if "read_index" in kwargs else {"cache_position": cache_position}
         used = used.transpose(1, 2)  # [b, h, s]
+        if present is not None:  # padding uses no head
+            used = used & present.unsqueeze(1)
         static, num_keys = isinstance(layer, OwnKeysStaticLayer), key.shape[1]
         steps = static and query.shape[2] == 1 and self.config._attn_implementation == "sdpa"
         if self.own_positions and layer is not None:  # which keeps keys at their positions
-            query, key = self.turned(query, key, layer.positions(used[:, :: self.num_key_value_groups], present))
+            query, key = self.turned(query, key, layer.positions(used[:, :: self.num_key_value_groups]))
         if static:
             more["used"] = used
             key, value = past_key_values.update(key, value, self.layer_idx, more)
         elif layer is not None:
-            layer.keep(key, value, used, present)
+            layer.keep(key, value, used)
         if steps:
             attention_mask = kept_mask(layer.members, num_keys, key.shape[1], attention_mask, key.dtype)
         elif static:

@@ -64,16 +64,12 @@ class OwnKeysLayer(DynamicLayer or object):
 
     cumulative_length, counts = 0, None
 
-    def positions(self, used, present):
-        """``positions_in_heads`` of new tokens, for heads that do not share keys or are used together: used, bool
-        [b, h / r, s]. present: see ``keep``."""
-        used = used if present is None else used & present.unsqueeze(1)
+    def positions(self, used):
+        """``positions_in_heads`` of new tokens: used, bool [b, h / r, s]; heads that share a key are used together."""
         return positions_in_heads(used, 0 if self.counts is None else self.counts.unsqueeze(-1))
 
-    def keep(self, key, value, used, present):
-        """key, value: [b, h / r, s, e]. used: bool [b, h, s]. present: bool [b, s], False for padding; or None."""
-        if present is not None:
-            used = used & present.unsqueeze(1)
+    def keep(self, key, value, used):
+        """key, value: [b, h / r, s, e]. used: bool [b, h, s]."""
         members = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
         positions = self.cumulative_length + torch.arange(key.shape[2], dtype=torch.int32, device=key.device)
         positions = positions.expand(key.shape[:3])
@@ -159,8 +155,8 @@ class OwnKeysStaticLayer(StaticLayer or object):
         super().__init__(max_cache_len)
         self.num_kept_heads = num_kept_heads
 
-    def positions(self, used, present):
-        """See ``OwnKeysLayer``; padding is counted too, which changes no distance."""
+    def positions(self, used):
+        """See ``OwnKeysLayer``."""
         if self.members is None:
             return positions_in_heads(used)
         return positions_in_heads(used, self.members[:, :: self.members.shape[1] // used.shape[1]].sum(-1, True))
