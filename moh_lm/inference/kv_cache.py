@@ -115,8 +115,7 @@ class LayerCache:
         return decode_attention(query, self.keys, self.values, held, active, gates, self.backend, self.used, added)
 
     def project(self, x, positions, rows):
-        """Queries, keys at their positions, values, the ``RouterOutput`` and the table of positions of new tokens of
-        ``rows``, a slice."""
+        """Of new tokens of ``rows``, a slice: queries, keys at their positions, values, ``RouterOutput`` and table."""
         attention, by_queries = self.attention, isinstance(self.attention, QueryNormAttention)
         routing = None if by_queries else attention.router(x, RouterInputs())
         table = attention.positions.table(x, positions, self.max_length)

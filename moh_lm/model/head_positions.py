@@ -1,12 +1,9 @@
 """Positions inside a head's own tokens, ``--routed-positions head`` (NAMOH, arXiv 2609.38832).
 
-A routed head that sees only the tokens that use it can also count only those: the rotary position of a token in head i
-is the number of earlier tokens of the sequence that use head i. A shared head is used by all tokens, so its positions
-are those of the text. The core attention turns queries and keys here instead of the layer, because it knows the heads
-in use, and under context parallelism it has whole sequences.
-
-Rotary attention depends on differences of positions only. So the count runs on through the documents of a sequence, and
-inside one of them the result is the same as if the count began there.
+The rotary position of a token in head i is the number of earlier tokens of the sequence that use head i. All tokens use
+a shared head, so its positions are those of the text. The core attention turns queries and keys instead of the layer,
+because it knows the heads in use, and under context parallelism it has whole sequences. Rotary attention depends on
+differences of positions only, so inside a document the result is the same as if the count began there.
 
 Shapes: s sequence, b batch, h query heads, k key/value heads, e head dimension.
 """

@@ -54,8 +54,8 @@ def read_stock(values, directory):
     problems += [f"{key} {values[key]!r}: has no counterpart here" for key in odd]
     raise_any([f"config.json: {problem}; only what export_hf --as has written can be read" for problem in problems])
     if kind.gates_features and gates_differ(StockSource(directory, stock)):
-        of_heads = {entry.key for entry in keys.HEADS}
-        plain = {key: value for key, value in plain.items() if key not in of_heads}
+        for entry in keys.HEADS:
+            plain.pop(entry.key, None)
         plain |= {"head_selection": "all", "element_gates": True}
         stock = kind(model_config(plain))
     return plain, stock
@@ -63,13 +63,9 @@ def read_stock(values, directory):
 
 def gates_differ(source):
     """Whether some head of the ``StockSource`` has a gate that is not the same for all of its features."""
-    heads = source.stock.model.num_attention_heads
-    for name in source.shapes:
-        if name.endswith(GATES):
-            gates = source.rows(name.replace(GATES, FEATURES)).unflatten(0, (heads, -1))
-            if not gates.eq(gates[:, :1]).all():
-                return True
-    return False
+    heads, names = source.stock.model.num_attention_heads, [name for name in source.shapes if name.endswith(GATES)]
+    layers = (source.rows(name.replace(GATES, FEATURES)).unflatten(0, (heads, -1)) for name in names)
+    return not all(gates.eq(gates[:, :1]).all() for gates in layers)
 
 
 class StockSource(Source):

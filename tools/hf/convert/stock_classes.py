@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from tools.hf.convert.keys import FIXED, FULL, MODEL, SLIDING, written_rope
 
 GATES, FEATURES = "router.w_shared", "g_proj.weight"  # of the trainer
+QUERIES = "self_attn.q_proj.weight"
 
 
 class StockClass:
@@ -101,7 +102,7 @@ class Qwen35(StockClass):
             if name.endswith("q_proj.weight"):
                 queries[name] = tensor
             elif name.endswith((GATES, FEATURES)):
-                name = joint_name(name)
+                name = name.partition("self_attn.")[0] + QUERIES
                 yield name, self.with_gates(queries.pop(name), self.wide(tensor))
             elif name.endswith("self_attn.o_proj.weight"):
                 yield name, 2 * tensor
@@ -118,7 +119,7 @@ class Qwen35(StockClass):
         """The trainer's tensor of that name. read: the class's, by its name."""
         heads, features = self.model.num_attention_heads, self.model.head_dim
         if self.is_arranged(name):
-            queries, gates = read(joint_name(name)).unflatten(0, (heads, 2 * features)).split(features, 1)
+            queries, gates = read(name.partition("self_attn.")[0] + QUERIES).unflatten(0, (heads, -1)).split(features, 1)
             if name.endswith(GATES):
                 return self.narrow(gates[:, 0])
             return (gates if name.endswith(FEATURES) else queries).flatten(0, 1)
@@ -129,11 +130,6 @@ class Qwen35(StockClass):
     def is_arranged(self, name):
         """Whether the rows of the trainer's tensor of that name are not those of the class's, in their order."""
         return name.endswith(("q_proj.weight", GATES, FEATURES))
-
-
-def joint_name(name):
-    """The name of the projection of queries and their gates, of the trainer's name of either."""
-    return name.replace(GATES, "q_proj.weight").replace(FEATURES, "q_proj.weight")
 
 
 class Laguna(StockClass):

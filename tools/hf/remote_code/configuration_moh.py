@@ -53,7 +53,6 @@ HEAD_SELECTIONS = ("all", "mixture", "static")
 ROUTING_UNITS = ("head", "key_value_group", "head_in_group")
 ROUTING_DTYPES = ("fp32", "bf16")
 ROUTED_KEYS = ("all", "selected")
-ROUTED_POSITIONS = ("text", "head")
 POSITIONS = ("rotary", "cope", "learned", "none")
 ATTENTIONS = ("heads", "latent")
 ROPE_KEYS = {  # fields of ``Rotary`` in moh_rotary.py -> keys of ``rope_parameters``
@@ -215,10 +214,6 @@ class MoHLlamaConfig(PretrainedConfig):
         in_groups = self.head_selection == "mixture" and self.routing_unit == "head_in_group"
         return self.layer_heads[layer] // self.queries_per_key if in_groups else 1
 
-    def counts_by_expert(self):
-        """Whether heads see the tokens only that use them, and those that share a key are used together."""
-        return self.routed_keys == "selected" and self.heads_per_expert == self.queries_per_key
-
     def check(self):
         """Raises ValueError for what the model cannot compute."""
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
@@ -232,12 +227,13 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "
                 f"{self.num_attention_heads}"
             )
+        own_tokens = self.routed_keys == "selected" and self.heads_per_expert == self.queries_per_key
         for key, allowed in (
             ("head_selection", HEAD_SELECTIONS),
             ("routing", FORMS),
             ("routing_unit", ROUTING_UNITS),
             ("routed_keys", ROUTED_KEYS if self.attention == "heads" else ROUTED_KEYS[:1]),
-            ("routed_positions", ROUTED_POSITIONS if self.counts_by_expert() else ROUTED_POSITIONS[:1]),
+            ("routed_positions", ("text", "head") if own_tokens else ("text",)),
             ("attention", ATTENTIONS),
             ("routing_dtype", ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]),
         ):

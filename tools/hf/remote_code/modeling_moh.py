@@ -174,10 +174,6 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             own = self.layers[index].self_attn
             if own.own_keys and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own.head_dim):
                 cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
-        counting = [index for index, layer in enumerate(self.layers) if layer.self_attn.own_positions]
-        kept = layers and all(isinstance(layers[index], OwnKeysLayer | OwnKeysStaticLayer) for index in counting)
-        if counting and not (kept or isinstance(cache, DynamicCache)):
-            raise ValueError("routed_positions head: this cache cannot count tokens; choose a DynamicCache")
         simple = attention_mask is None or of_padding(attention_mask) is not None
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
         plain = plain and not output_attentions and not getattr(cache, "offloading", False)

@@ -12,6 +12,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from .moh_own_keys import (
     OwnKeysLayer,
@@ -215,6 +216,8 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None and layer is None:
             key, value = past_key_values.update(key, value, self.layer_idx, more)
         if self.own_positions and layer is None:  # all keys are here, and their marks say which tokens use them
+            if not isinstance(past_key_values, DynamicCache | None):
+                raise ValueError("routed_positions head: this cache cannot count tokens; choose a DynamicCache")
             query, key = self.turned(query, key, positions_in_heads(key[..., self.head_dim] == 0))
         if self.projects:
             key, value = self.expand(key, value)
