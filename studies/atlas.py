@@ -30,7 +30,7 @@ def parse_arguments(texts):
     parser = Parser(prog="python studies/atlas.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add, sizes = parser.add_argument, [size.name for size in SIZES]
     add_comparison_flags(parser, VARIANTS, [0.25, 0.5, 1])
-    add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="of s, m, l (default: all)")
+    add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="sizes to train (default: all)")
     add("--tokens-per-parameter", type=above_0, metavar="X", help="for the dense model, embeddings included "
         "(default: 3, 4.7, 6)")  # fmt: skip
     instead = {"--learning-rate": "--rates", "--seed": "--seeds", "--num-attention-heads": "--sizes"}

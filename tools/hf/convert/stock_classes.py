@@ -119,7 +119,8 @@ class Qwen35(StockClass):
         """The trainer's tensor of that name. read: the class's, by its name."""
         heads, features = self.model.num_attention_heads, self.model.head_dim
         if self.is_arranged(name):
-            queries, gates = read(name.partition("self_attn.")[0] + QUERIES).unflatten(0, (heads, -1)).split(features, 1)
+            joint = read(name.partition("self_attn.")[0] + QUERIES)
+            queries, gates = joint.unflatten(0, (heads, -1)).split(features, 1)
             if name.endswith(GATES):
                 return self.narrow(gates[:, 0])
             return (gates if name.endswith(FEATURES) else queries).flatten(0, 1)
