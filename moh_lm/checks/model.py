@@ -180,8 +180,7 @@ def own_keys_problems(model):
     if by_head and own and "rotary" not in own:
         return [f"{counted}: no layer with routed heads has --position rotary; leave it out"]
     if by_head and model.heads_per_expert != model.queries_per_key:
-        remedy = "add --routing-unit key_value_group, or leave --num-key-value-heads out"
-        return [f"{counted}: the query heads of a key/value head would count other tokens each; {remedy}"]
+        return [f"{counted}: heads that share a key/value head must count as one; add --routing-unit key_value_group"]
     return [] if own else [f"{given}: no layer has routed heads; leave it out"]
 
 
