@@ -20,7 +20,7 @@ import pyarrow.parquet
 
 from data_prep.containers import BYTE_ORDER_MARK, LONGEST, READ, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
-from data_prep.tables import arrow_batches, parquet_batches
+from data_prep.tables import arrow_batches, parquet_batches, without_lists
 from moh_lm.parsing import BeyondLimits, parse_json
 
 SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
@@ -184,7 +184,7 @@ def column_documents(piece, text_key):
 def text_of_row(value, record, source):
     """``text_of_line`` of the value of the text column and those that tell the set, as pyarrow's scalars."""
     try:
-        text, record = value.as_py(), {name: scalar.as_py() for name, scalar in record.items()}
+        text, record = value.as_py(), {name: without_lists(scalar) for name, scalar in record.items()}
         return text.decode() if isinstance(text, bytes) else text, other_set(record, source)
     except UnicodeDecodeError:
         return None, "bad UTF-8"

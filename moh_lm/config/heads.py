@@ -186,6 +186,10 @@ class RoutedLayer(NamedTuple):
         """The share of tokens that select a routed expert if all are selected equally; 0 without routed experts."""
         return self.num_active / self.num_routed if self.num_routed else 0.0
 
+    def fair_load(self, load):
+        """The load that each routed expert would have if all loads were equal. load: [E], that of each."""
+        return sum(load) / len(load) if self.varies and len(load) else self.uniform_load
+
     @property
     def unit(self):
         """The name of an expert."""

@@ -13,7 +13,6 @@ import numpy as np
 from moh_lm.kernels.masks import mean_keys
 from moh_lm.kernels.selected_keys import marked_features
 from moh_lm.model.gates import FORMS, form_of
-from moh_lm.units import words
 
 
 def key_shares(config, layer_index, active_heads=None):
@@ -55,13 +54,6 @@ def cache_width(config):
     if config.attention == "latent":
         return config.kv_lora_rank + config.qk_rope_head_dim
     return 2 * config.num_key_value_heads * config.head_dim
-
-
-def describe_kv(config):
-    """Describe how keys and values are computed."""
-    if config.attention == "latent":
-        return f"latent keys of {config.kv_lora_rank} + {config.qk_rope_head_dim} features"
-    return f"{words(config.num_key_value_heads)} key/value heads"
 
 
 def head_products(config):

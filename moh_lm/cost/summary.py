@@ -7,13 +7,13 @@ import torch
 
 from moh_lm.build import layer_backends
 from moh_lm.config import walk
-from moh_lm.cost.attention import describe_kv
+from moh_lm.cost import description
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import assumptions, step_seconds
 from moh_lm.kernels.measured import machine, measurement
-from moh_lm.units import by_layer, gibibytes, listing, short, time_left, words, wrapped
+from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
 
@@ -48,67 +48,23 @@ def describe_configuration(config):
 
 
 def describe_model(model):
-    counts, keys = parameter_counts(model), describe_kv(model)
+    counts, keys = parameter_counts(model), description.describe_kv(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
-        f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {keys}, "
+        f"{words(model.num_attention_heads)} heads x {description.describe_width(model)}, {keys}, "
         f"vocabulary {model.vocab_size}"
     )
     yield (
         f"parameters {short(counts['total'])} ({counts['total']:,}): embedding and output head "
         f"{short(counts['embedding'])}, routers {short(counts['router'])}"
     )
-    yield f"heads      {describe_heads(model)}"
+    yield f"heads      {description.describe_heads(model)}"
     if any(model.window):
-        yield f"window     {describe_window(model)}"
-    if positions := describe_positions(model):
+        yield f"window     {description.describe_window(model)}"
+    if positions := description.describe_positions(model):
         yield f"positions  {positions}"
-    if norms := describe_norms(model):
+    if norms := description.describe_norms(model):
         yield f"norms      {norms}"
-
-
-def describe_norms(model):
-    """Describe the norms that differ from a Llama's; "" if none do."""
-    parts = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
-    return " and ".join(parts) + ", not before, attention and MLP" * model.post_norm
-
-
-def describe_window(model):
-    """Count the layers by window, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
-    counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
-    return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
-
-
-def describe_width(model):
-    widths = model.head_dims or (model.head_dim,)
-    return str(model.head_dim) if len({*widths}) == 1 else f"{min(widths)} to {max(widths)}"
-
-
-def describe_positions(model):
-    """Count the layers by kind of position, such as: rotary in 3 of 4 layers; "" if all features rotate in all."""
-    rotary = f"rotary, {model.rotary_fraction:g} of the features" if model.rotary_fraction < 1 else "rotary"
-    more = {"rotary": rotary, "cope": f"CoPE up to {model.cope_max_position}", "learned": "a learned table"}
-    counts = Counter(more.get(kind, kind) for kind in model.position)
-    parts = [f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items()]
-    return "" if [*counts] == ["rotary"] else ", ".join(parts)
-
-
-def describe_heads(model):
-    heads = model.heads
-    if heads.head_selection == "all":
-        return "all heads for every token"
-    share = f"{model.active_share():.1%} of the heads"
-    numbers = [model.of_layer(layer).num_attention_heads for layer in range(model.num_layers)]
-    if heads.head_selection == "static":
-        on = [f"the first {model.active_heads(layer)} of {number}" for layer, number in enumerate(numbers)]
-        return f"{by_layer(on, '; ')}; static, {share}"
-    if not model.routed_layers():
-        number = words(model.num_attention_heads)
-        return f"all {number} for every token, each with a gate; routing {', '.join(gate_facts(model))}"
-    most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
-    triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
-    on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
-    return f"{by_layer(on, '; ')}; {most}{share} for a token; routing {', '.join(routing_facts(model))}"
 
 
 def describe_warmup(config):
@@ -129,31 +85,6 @@ def describe_switch(model):
         share = f"at most {share}"
     own = ", and a routed head sees its own tokens only" if model.heads.routed_keys == "selected" else ""
     return f"a token uses {share}, with gates that start near 1{own}"
-
-
-def gate_facts(model):
-    """Return short facts about the gates."""
-    yield model.heads.routing
-    if model.heads.gate_width:
-        yield f"of the first {model.heads.gate_width} of {model.hidden_size} channels"
-
-
-def routing_facts(model):
-    """Return short facts about the routers."""
-    heads = model.heads
-    yield from gate_facts(model)
-    if heads.routing_unit == "key_value_group":
-        yield f"whole key/value groups of {model.heads_per_expert}"
-    if model.chooses_in_groups:
-        yield f"inside key/value groups of {model.queries_per_key}"
-    if heads.routed_keys == "selected":
-        yield "own keys and values" + ", counted head by head" * (heads.routed_positions == "head")
-    if heads.routing_dtype != "fp32":
-        yield f"ranked in {heads.routing_dtype}"
-    if heads.routing_top_p is not None:
-        yield f"top-p {heads.routing_top_p:g}"
-    if heads.load_balance_bias_rate:
-        yield f"bias of rate {heads.load_balance_bias_rate:g}"
 
 
 def describe_attention(config, named=None):

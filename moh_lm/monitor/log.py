@@ -12,9 +12,9 @@ from moh_lm.data.files import write_json
 from moh_lm.monitor.console import show_progress, styled
 from moh_lm.monitor.events import Rows
 from moh_lm.monitor.head_map import head_map
-from moh_lm.monitor.record import bits_per_byte, finite, keep_rows, rounded
+from moh_lm.monitor.record import bits_per_byte, finite, keep_rows
 from moh_lm.monitor.writers import Writers
-from moh_lm.units import time_left, wrapped
+from moh_lm.units import rounded, time_left, wrapped
 
 SHOWN_HEADS = (
     "entropy", "unused", "overused", "a1", "balance_loss", "gate_mean", "gate_rms", "active_heads",

@@ -10,6 +10,7 @@ from moh_lm.data.files import publish
 from moh_lm.monitor.accumulator import ratio
 from moh_lm.monitor.events import complete_rows
 from moh_lm.monitor.ranks import slowest_rank
+from moh_lm.units import each_float, rounded
 
 
 def training_record(config, dataset, accumulator, step, rate, grad_norm, figures, ranks, device, flops):
@@ -62,22 +63,9 @@ def bits_per_byte(losses, bytes_per_token):
     return {name: loss / math.log(2) / known[name] for name, loss in losses.items() if name in known}
 
 
-def rounded(value):
-    """Numbers to five significant digits, so that rows stay small."""
-    return each_float(value, lambda number: float(f"{number:.5g}"))
-
-
 def finite(value):
     """``value`` with null in place of numbers that JSON cannot represent."""
     return each_float(value, lambda number: number if math.isfinite(number) else None)
-
-
-def each_float(value, function):
-    if isinstance(value, dict):
-        return {key: each_float(item, function) for key, item in value.items()}
-    if isinstance(value, list):
-        return [each_float(item, function) for item in value]
-    return function(value) if isinstance(value, float) else value
 
 
 def keep_rows(path, last_step):

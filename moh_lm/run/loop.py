@@ -110,7 +110,8 @@ class Run:
         self.profile = StepProfile(run, self.device)
         first = dist.get_rank() == 0
         if first:
-            self.event_log.add("started", step, **surroundings(self.device))
+            size = self.task.parameters(self.config)
+            self.event_log.add("started", step, parameters=size, **surroundings(self.device))
         self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         self.evaluation = self.task.make_evaluation(
             self.config, self.engine, self.loader, self.log, self.watchdog.progress

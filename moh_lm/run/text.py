@@ -8,6 +8,7 @@ import torch.distributed as dist
 from moh_lm.checks import config_problems, plan_warnings
 from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import parameter_counts
 from moh_lm.cost.summary import describe_run, memory_warnings
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
@@ -120,6 +121,7 @@ TEXT = Task(
     problems=config_problems,
     open_data=open_data,
     describe=describe_run,
+    parameters=lambda config: parameter_counts(config.model)["total"],
     make_engine=make_engine,
     make_loader=make_loader,
     make_evaluation=Evaluation,

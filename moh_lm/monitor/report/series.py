@@ -13,7 +13,7 @@ import numpy as np
 
 from moh_lm.config import Config, ConfigError, flag, walk
 from moh_lm.monitor.events import complete_rows
-from moh_lm.monitor.record import rounded
+from moh_lm.units import rounded
 
 POINTS = 400
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # of a row that is none
@@ -157,7 +157,7 @@ def check_event(row):
         raise TypeError
     if row["event"] == "started":
         row["device"] + "".join(row["versions"].values()) + row.get("commit", "")
-        range(row["ranks"])
+        range(row["ranks"]), range(row.get("parameters", 0))
     rounded(row)  # which is too deep for some
 
 
