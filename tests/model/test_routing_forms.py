@@ -24,6 +24,7 @@ from tests.reference import attention_maps, weighted_heads
 
 def test_equal_scores_select_the_lower_heads():
     scores = torch.tensor([[0.2, 0.5, 0.5, 0.5, 0.2], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    assert select(scores, 1).tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
     assert select(scores, 2).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
     assert select(scores, 4, top_p=0.3).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
 
