@@ -14,6 +14,7 @@ from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
 
 IN_GROUPS = "--num-key-value-heads 6 --routing-unit head_in_group"  # of twelve heads
+COUNTED = "--routed-keys selected --routed-positions head"
 REFUSALS = {  # flags: what the one line has to name
     "--num-layer 2": ("--num-layer", "--num-layers"),
     "--qqq 2": ("--qqq", "--help"),
@@ -67,6 +68,9 @@ REFUSALS = {  # flags: what the one line has to name
     "--position none --rope-type linear --rope-factor 2": ("--rope-type linear", "no meaning with --position none"),
     "--learned-positions 5": ("--learned-positions 5", "no meaning with --position rotary"),
     "--position cope --routed-keys selected": ("--routed-keys selected", "give a layer with routed heads another"),
+    "--routed-positions head": ("--routed-positions head", "add --routed-keys selected"),
+    f"{COUNTED} --position none": ("--routed-positions head", "--position rotary"),
+    f"{COUNTED} --num-key-value-heads 6": ("--routed-positions head", "add --routing-unit key_value_group"),
     "--position learned": ("--learned-positions None", "at least --seq-length"),
     "--position learned --learned-positions 9": ("--learned-positions 9", "at least 16"),
     "--position learned none learned --num-layers 3 --learned-positions 99": ("learned none", "learned alone"),

@@ -107,7 +107,7 @@ def import_model(arguments, name, given):
 
     problems = []
     refuse_run("--model", arguments.model)
-    values, stock = read_stock(read_config(arguments.model))
+    values, stock = read_stock(read_config(arguments.model), arguments.model)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
         config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)

@@ -53,6 +53,12 @@ class HeadsConfig:
         "whether a routed head attends to all tokens or only to those that selected it",
         choices=("all", "selected"),
     )
+    routed_positions: str = text_option(
+        "text",
+        "position of a token in a routed head, for --routed-keys selected: its place in the text, or among the tokens "
+        "that selected the head",
+        choices=("text", "head"),
+    )
     routing_dtype: str = text_option(
         "fp32",
         "precision in which scores are ranked; bf16 reproduces MoH-LLaMA3, where torch.topk breaks ties",

@@ -124,9 +124,12 @@ def describe_batches(config):
     run, optimizer = config.run, config.optimizer
     yield f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens"
     yield (
-        f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens; "
+        f"budget     {run.train_iters:,} iterations = {config.tokens_after(run.train_iters):,} tokens; "
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
+    if run.batch_warmup:
+        sizes = {size: first for first, _, size in run.stages}  # of two that begin together, the larger one
+        yield "batches    " + ", ".join(f"{size} from step {first:,}" for size, first in sizes.items())
     if config.data.seq_length_warmup:
         yield describe_lengths(config)
 
@@ -135,7 +138,7 @@ def describe_lengths(config):
     """Return the lengths of --seq-length-warmup and the steps at which they start."""
     steps = {}
     for step in range(config.data.length_warmup[1] + 1):
-        steps.setdefault(config.length_at(step * config.run.global_batch_size), step)
+        steps.setdefault(config.length_at(config.run.samples_after(step)), step)
     return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for length, step in steps.items())
 
 
@@ -157,7 +160,7 @@ def describe_data(config, dataset):
     if dataset is None:
         yield f"data       {config.data.data_dir}, which does not exist yet"
         return
-    rows = dataset.plan(config.run.train_iters * config.run.global_batch_size)
+    rows = dataset.plan(config.run.samples_after(config.run.train_iters))
     yield f"data       {config.data.data_dir}"
     width = max(len("source"), *(len(row["name"]) for row in rows))
     yield f"  {'source':<{width}}  {'share':>7}  {'tokens':>9}  {'samples':>11}  {'epochs':>8}  {'held-out':>8}"
@@ -199,7 +202,7 @@ def describe_flops(config):
     flops, run = flops_per_token(config.model, config.run.seq_length), config.run
     most = "" if config.model.heads.routing_top_p is None else "at most "
     dense, active = (f"{flops[kind]:.3e}" for kind in ("dense", "active"))
-    tokens = (run.train_iters or 0) * run.tokens_per_iteration
+    tokens = config.tokens_after(run.train_iters or 0)
     whole = f"; {flops['dense'] * tokens:.3g} for the whole run" if tokens else ""
     return f"{dense} per token with all heads, {most}{active} with the active ones{whole}"
 
@@ -213,7 +216,8 @@ def describe_time(config, world_size, device=None):
     if not peak:
         return "unknown; give --peak-tflops or --device-name for an estimate, or compare layouts with tools/plan.py"
     there = Machine(world_size, peak / 1e12)
-    seconds = config.run.train_iters * sum(step_seconds(config, there).values())
+    whole = config.run.samples_after(config.run.train_iters) / config.run.global_batch_size
+    seconds = whole * sum(step_seconds(config, there).values())
     devices = f"on {world_size} device{'s' * (world_size > 1)}"
     return f"{describe_cost(config.run, seconds, world_size)} {devices}; {assumptions(there)}"
 

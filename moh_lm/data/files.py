@@ -181,9 +181,10 @@ def damaged_block(path, number) -> str:
     return f"{path}: block {number}, from byte {number * BLOCK} on, is damaged: its CRC-32 is not that of the sidecar"
 
 
-def sha256_of(path: str | Path) -> str:
+def sha256_of(path: str | Path, open_file=None) -> str:
+    """open_file: what opens the path for reading bytes, if it is no path of this machine."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_file(path) if open_file else open(path, "rb") as file:
         while data := file.read(CHUNK):
             digest.update(data)
     return digest.hexdigest()

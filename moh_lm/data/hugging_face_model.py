@@ -93,6 +93,10 @@ class HuggingFaceModel:
         """Return the ids of ``text``, uint32 [tokens]."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # without the places in the text
+        return [np.array(encoding.ids, np.uint32) for encoding in found]
+
     def decode(self, ids: list[int]) -> str:
         """Return the text of ``ids`` without special tokens."""
         return self.tokenizer.decode(ids)

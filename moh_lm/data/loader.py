@@ -34,17 +34,18 @@ class Loader:
     """The micro-batches of one data-parallel rank; ranks that differ only in other dimensions read the same.
 
     reset_at_documents: give positions, and no label to the last token of a document. length_at: maps consumed samples
-    to the length of the parts of a window that do not see each other; None: windows stay whole. pin_memory: for GPUs,
-    where copies from unpinned memory wait for earlier kernels. A thread reads ahead; ``close`` ends it.
+    to the length of the parts of a window that do not see each other; None: windows stay whole. batch_at: maps them to
+    the samples of the step; None: always ``global_batch_size``. pin_memory: for GPUs, where copies from unpinned memory
+    wait for earlier kernels. A thread reads ahead; ``close`` ends it.
     """
 
     def __init__(
         self, dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, data_parallel_rank: int,
-        data_parallel_size: int, reset_at_documents: bool = False, length_at=None, pin_memory: bool = False,
+        data_parallel_size: int, reset_at_documents: bool = False, length_at=None, batch_at=None,
+        pin_memory: bool = False,
     ):  # fmt: skip
         self.dataset = dataset
-        self.global_batch_size = global_batch_size
-        self.samples_per_step = global_batch_size // data_parallel_size  # of this rank
+        self.batch_at = batch_at or (lambda consumed_samples: global_batch_size)
         self.micro_batch_size = micro_batch_size
         self.rank = data_parallel_rank
         self.size = data_parallel_size
@@ -62,10 +63,10 @@ class Loader:
         """
         if self.ahead and self.ahead[0][0] != consumed_samples:
             self.forget()
-        following = self.ahead[-1][0] + self.global_batch_size if self.ahead else consumed_samples
         while len(self.ahead) <= AHEAD:
-            self.ahead.append((following, self.reader.submit(self.read_step, following)))
-            following += self.global_batch_size
+            newest = self.ahead[-1][0] if self.ahead else None
+            first = consumed_samples if newest is None else newest + self.batch_at(newest)
+            self.ahead.append((first, self.reader.submit(self.read_step, first)))
         return self.ahead.popleft()[1].result()
 
     def close(self):
@@ -78,8 +79,9 @@ class Loader:
             self.ahead.pop()[1].cancel()
 
     def read_step(self, consumed_samples):
-        first = consumed_samples + self.rank * self.samples_per_step
-        samples = np.arange(first, first + self.samples_per_step)
+        share = self.batch_at(consumed_samples) // self.size  # of this rank
+        first = consumed_samples + self.rank * share
+        samples = np.arange(first, first + share)
         source, rows = self.dataset.rows(samples)  # a decay begins between two steps
         streams = [entry.training for entry in self.dataset.sources]
         part = self.length_at(consumed_samples) if self.length_at else None
