@@ -38,7 +38,8 @@ class StepResult(NamedTuple):
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
     of (4 + E)], for each router the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per token.
     grad_norm: norm before clipping. code: one of guard.REASONS. skipped: whether the gradients were not applied.
-    seconds: {"forward_backward", "optimizer"}; the first includes the reduction of the gradients and their norm.
+    seconds: {"forward_backward", "optimizer"} by the clock of the host, which waits for the device between the two: the
+    first includes the reduction of the gradients, their norm, and what the device still has to do of the step before.
     """
 
     losses: torch.Tensor
@@ -167,7 +168,6 @@ class Engine:
         sources = [batch.sources for batch in micro_batches]
         routers = self.router_sums.take(sources, frozen=skipped or self.dense_warmup)
         self.after_step(skipped)
-        torch.get_device_module(self.device).synchronize()
         seconds = {"forward_backward": stats.time - started, "optimizer": time.perf_counter() - stats.time}
         return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
 
