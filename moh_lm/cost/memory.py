@@ -91,7 +91,7 @@ def stage_memory(config, world_size):
                 "gradients": 4 * trained / (dp if parallel.zero_stage > 1 else 1) + bucket,
                 "optimizer": 0 if parallel.offload_optimizer else (3 * 4 * trained - 4 * of_muon) / dp,
                 "activations": kept,
-                "loss": is_last * loss_bytes(model, width, tokens, tp),
+                "loss": is_last * loss_bytes(model, width, tokens, tp, run.fused_loss),
             }
         )
         if parallel.zero_stage == 3:
@@ -136,13 +136,13 @@ def stage_shares(model, seq_length, num_stages):
     return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
 
 
-def loss_bytes(model, width, tokens, tp):
+def loss_bytes(model, width, tokens, tp, fused=False):
     """Bytes of the output head and the loss on one rank, at their peak: see moh_lm.parallel.cross_entropy.
 
-    The logits of a chunk in fp32, and in the model's precision unless that is fp32; the gradients of the hidden states
-    and of the weight, the latter summed in fp32 from products in the model's precision.
+    The logits of a chunk in the model's precision and, unless that is fp32 or the loss is ``fused``, in fp32; the
+    gradients of the hidden states and of the weight, the latter summed in fp32 from products in the model's precision.
     """
     rows = model.vocab_size / tp
     chunk = min(CHUNK_BYTES, 4 * tokens * rows)
     gradients = model.hidden_size * (tokens * width + rows * (4 + width))
-    return chunk * (1.5 if width < 4 else 1) + gradients
+    return chunk * (width / 4 + (width < 4 and not fused)) + gradients
