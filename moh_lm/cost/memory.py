@@ -141,8 +141,10 @@ def loss_bytes(model, width, tokens, tp, fused=False):
 
     The logits of a chunk in the model's precision and, unless that is fp32 or the loss is ``fused``, in fp32; the
     gradients of the hidden states and of the weight, the latter summed in fp32 from products in the model's precision.
+    A fused loss has its peak where the second of these becomes the sum of both, and all three are there.
     """
     rows = model.vocab_size / tp
     chunk = min(CHUNK_BYTES, 4 * tokens * rows)
-    gradients = model.hidden_size * (tokens * width + rows * (4 + width))
-    return chunk * (width / 4 + (width < 4 and not fused)) + gradients
+    copied = width < 4  # logits to fp32, or if fused the first product
+    gradients = model.hidden_size * (tokens * width + rows * (4 + width * (1 + (copied and fused))))
+    return chunk * (width / 4 + (copied and not fused)) + gradients
