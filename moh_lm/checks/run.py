@@ -9,12 +9,11 @@ import torch
 
 from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below, between
-from moh_lm.config import OptimizerConfig, RunConfig, flag
+from moh_lm.config import FUSED, OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
 
 YEAR = 365 * 86400  # seconds
-FUSED_FORMS = ("sigmoid", "paper", "paper_scaled", "released")  # of --routing, that --fused-router computes
 
 
 def optimizer_problems(optimizer):
@@ -172,7 +171,7 @@ def fused_router_problems(heads):
     """What the kernels of --fused-router do not compute."""
     refused = {
         "--head-selection": heads.head_selection != "mixture" and heads.head_selection,
-        "--routing": heads.routing not in FUSED_FORMS and heads.routing,
+        "--routing": heads.routing not in FUSED and heads.routing,
         "--routing-top-p": heads.routing_top_p,
         "--routing-dtype": heads.routing_dtype == "bf16" and heads.routing_dtype,
         "--router-z-loss": heads.router_z_loss,
