@@ -70,7 +70,7 @@ class Settings(NamedTuple):
         return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, differentiate=differentiate)
 
     def router(self):
-        """The class of routers that choose heads."""
+        """Return the class of routers that choose heads."""
         if self.fused_router:
             from moh_lm.model.fused_router import FusedRouter
 

@@ -34,6 +34,7 @@ STATIC, PAPER, RELEASED, SCALED = (
     "--head-selection static", "--routing paper", "--routing released", "--routing paper_scaled",
 )  # fmt: skip
 SIGMOID, RELU, GATED = "--routing sigmoid", "--routing relu", "--head-selection gated"
+ROUTED = {"static": STATIC, "paper": PAPER, "paper_scaled": SCALED, "sigmoid": SIGMOID, "released": RELEASED}
 BIAS = "--load-balance-bias-rate 0.001 --load-balance-coefficient 0"
 VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("dense", None),
@@ -46,17 +47,9 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("released-50", 2, 2, RELEASED),
     Form("dense-half", None, tokens=0.5),
     Form("dense-double", None, tokens=2),
-    Form("static-75", 4, 2, STATIC, tier=2),
-    Form("paper-75", 4, 2, PAPER, tier=2),
-    Form("paper_scaled-75", 4, 2, SCALED, tier=2),
-    Form("sigmoid-75", 4, 2, SIGMOID, tier=2),
-    Form("released-75", 4, 2, RELEASED, tier=2),
+    *(Form(f"{form}-75", 4, 2, flags, tier=2) for form, flags in ROUTED.items()),
     Form("gated-75", None, 0, f"{GATED} --num-attention-heads {{three_quarters}}", tier=2),
-    Form("static-25", 1, 1, STATIC, tier=2),
-    Form("paper-25", 1, 1, PAPER, tier=2),
-    Form("paper_scaled-25", 1, 1, SCALED, tier=2),
-    Form("sigmoid-25", 1, 1, SIGMOID, tier=2),
-    Form("released-25", 1, 1, RELEASED, tier=2),
+    *(Form(f"{form}-25", 1, 1, flags, tier=2) for form, flags in ROUTED.items()),
     Form("gated-25", None, 0, f"{GATED} --num-attention-heads {{quarter}}", tier=2),
     Form("bias-50", 2, 2, f"{SIGMOID} {BIAS}", tier=2),
     Form("bias_scaled-50", 2, 2, f"{SCALED} {BIAS}", tier=2),

@@ -2,9 +2,8 @@
 
 import itertools
 import math
-import shutil
 import time
-from statistics import mean, median
+from statistics import mean
 from typing import NamedTuple
 
 from moh_lm.checks import config_problems
@@ -14,26 +13,22 @@ from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
-from studies import report
+from studies import report, times
 from studies.results import factor_and_seed, final_evaluation, metrics, run_name
 from studies.runs import (
     DIVERGED,
     Run,
     as_flags,
     check_flags,
-    differs,
     exit_code,
-    had_place,
     jobs_of,
     lock_directory,
     train_all,
 )
-from studies.table import TUNING_SEED, Size, Variant, factor
+from studies.table import SEEDS, TUNING_SEED, Size, Variant, factor
 
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
 OVERHEAD = 1.1  # evaluations and the start of a run, over its training
-RECENT = 100  # intervals of the log that tell the speed: a machine may be busier on one day than on another
-PROBE_STEPS = 20  # of a first run of a size, which tells its speed
 
 
 class Trial(NamedTuple):
@@ -56,12 +51,16 @@ def compare(flags):
         raise ConfigError(list(dict.fromkeys(comparison.refused.values())))
     comparison.check_flags()
     if flags.plan or flags.hours < math.inf:
-        comparison.measure_speeds()
+        times.measure(comparison, comparison.trained, flags.table.variants[:1], rounds=1)
         comparison.describe_plan()
     if flags.plan:
         return 0
     _lock = lock_directory(flags.out)
-    codes = train_all(comparison.next_run, jobs_of(flags), flags.ranks)
+    codes = {}
+    if flags.times:
+        times.measure(comparison, comparison.sizes, comparison.variants, flags.times)
+    else:
+        codes = train_all(comparison.next_run, jobs_of(flags), flags.ranks)
     report.write(flags.out, flags.table)
     return exit_code(codes)
 
@@ -137,9 +136,12 @@ class Comparison:
         return Run(name, directory, steps, arguments)
 
     def trials(self, diverged=()):
-        """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size."""
-        best = {}
-        for tier in sorted({variant.tier for variant in self.variants}):
+        """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size.
+
+        Seeds beyond the first three come after all tiers."""
+        best, few = {}, len(SEEDS)
+        tiers = sorted({variant.tier for variant in self.variants})
+        for seeds, tier in itertools.product((self.flags.seeds[:few], self.flags.seeds[few:]), tiers):
             variants = [variant for variant in self.variants if variant.tier == tier]
             for variant in variants:
                 if variant.form not in best:
@@ -147,7 +149,7 @@ class Comparison:
                     wanted, best[variant.form] = tuning(self.tuning_losses(tuned, diverged), self.flags.rates)
                     yield from (Trial(self.table.sizes[0], tuned, factor, TUNING_SEED) for factor in wanted)
             for size in self.sizes:
-                for seed in self.flags.seeds:
+                for seed in seeds:
                     yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
 
     def tuning_losses(self, variant, diverged):
@@ -164,7 +166,7 @@ class Comparison:
     def next_run(self, busy, codes):
         """For ``train_all``: the first run that can begin and would end within the hours."""
         left = self.flags.hours - (time.monotonic() - self.begun) / 3600
-        speeds = {size: self.speed(size) for size in self.table.sizes} if left < math.inf else {}
+        speeds = {size: self.speed(size) for size in self.trained} if left < math.inf else {}
         for trial in self.trials([path for path, code in codes.items() if code == DIVERGED]):
             if trial.factor is None:
                 continue
@@ -194,40 +196,9 @@ class Comparison:
 
     # --- What it costs ---
 
-    def measure_speeds(self):
-        """Measure the dense model's tokens per second at every size, from existing runs or from a few steps."""
-        for size in self.trained:
-            if self.speed(size) is None:
-                probe = self.probe(size)
-                shutil.rmtree(probe.directory, ignore_errors=True)  # of other flags or threads
-                coming = iter([probe])
-                codes = train_all(lambda *_, coming=coming: next(coming, None), jobs_of(self.flags), self.flags.ranks)
-                if any(codes.values()):
-                    raise RuntimeError(f"{probe.name} failed: see {probe.log}")
-
-    def probe(self, size):
-        """A short run of the dense model, to measure its speed."""
-        steps = {"train-iters": PROBE_STEPS, "eval-interval": 0, "log-interval": 5}
-        short = {"warmup-iters": 1, "schedule": "wsd", "decay-iters": 1}  # in place of others, too long for it
-        directory = self.flags.out / "probes" / size.name
-        own = {"data-dir": self.flags.data_dir, "checkpoint-dir": directory}
-        dense = self.model_arguments(size, self.table.variants[0])
-        arguments = [*dense, *as_flags(steps), *self.others, *as_flags(short), *as_flags(own)]
-        return Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)
-
     def speed(self, size):
-        """Tokens per second, the median over the last intervals; None if there is no run yet. All count as dense.
-
-        Runs with other processes or threads than those to come do not count, nor does a probe with other flags.
-        """
-        out, probe = self.flags.out, self.probe(size)
-        found = list(out.glob(f"runs/{size.name}/*/*/metrics.jsonl"))
-        found += [] if differs(probe, out) else probe.directory.glob("metrics.jsonl")
-        found = [path for path in found if had_place(path.parent, self.flags)]
-        newest_last = sorted(found, key=lambda path: path.stat().st_mtime)
-        rows = [row for path in newest_last for row in metrics(path.parent)]
-        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-        return median(speeds[-RECENT:]) if speeds else None
+        """Tokens per second of the dense model, which ``times.measure`` has measured."""
+        return 1 / times.seconds(times.short_run(self, size, self.table.variants[0], 1).directory)
 
     def likely_run(self, trial):
         """The run of a trial; as long as its form is not tuned, the one that has the factor 1."""
@@ -246,7 +217,7 @@ class Comparison:
         """Print what is complete, what fits into the hours, and what is left out."""
         there, planned, left_out = 0, {}, {}
         free = [0.0] * jobs_of(self.flags)  # when each job ends
-        speeds = {size: self.speed(size) for size in self.table.sizes}
+        speeds = {size: self.speed(size) for size in self.trained}
         for trial in self.trials():
             cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
             if self.likely_run(trial).is_complete():
@@ -265,7 +236,7 @@ class Comparison:
             print(f"{title}: {sum(map(len, cells.values()))} runs, {total:.1f} hours of one job")
             for cell, hours in cells.items():
                 print(f"    {cell:<28}{len(hours)} x {mean(hours):.2f} h")
-        print(f"complete already: {there} runs. Hours are estimated from the speeds seen up to now.")
+        print(f"complete already: {there} runs. Hours are estimated from a few steps of the dense model.")
 
 
 def tuning(losses, rates):

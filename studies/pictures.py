@@ -1,4 +1,4 @@
-"""Pictures of tables of runs: curves.png, multipliers.png and heads.png, if matplotlib is installed.
+"""Pictures of tables of runs: curves.png and multipliers.png, if matplotlib is installed.
 
 table: {size: {variant: {seed: run}}} of report.py. Each form has a colour, each budget of heads a line style.
 """
@@ -13,13 +13,6 @@ try:
 except ImportError:  # the tables are made without it
     pyplot = None
 
-HEAD_FIGURES = {  # of the rows of metrics.jsonl, as docs/monitoring.md defines them
-    "entropy": "entropy of the load, 1 = all alike",
-    "unused": "share of unused heads",
-    "a1": "a1, weight of the shared heads",
-    "gate_rms": "RMS of the gates",
-}
-
 
 def draw(out, table, variants, multipliers):
     """variants: of the ``Table``. multipliers: {size: {variant: (center, low, high, inside)}}, of the report."""
@@ -30,7 +23,6 @@ def draw(out, table, variants, multipliers):
     elif table:
         draw_curves(out / "curves.png", table, variants[0].name, styles.get)
         draw_multipliers(out / "multipliers.png", multipliers)
-        draw_heads(out / "heads.png", table, styles.get)
 
 
 def line(number, name):
@@ -98,31 +90,3 @@ def draw_multipliers(path, multipliers):
     axis.set_ylabel("tokens of dense for this loss / own tokens")
     axis.set_xticklabels(names, rotation=30, ha="right")
     finish(figure, [[axis]], path)
-
-
-def draw_heads(path, table, style):
-    """How evenly heads are used, and how they are weighed, through training; means over layers and seeds."""
-    keys = [key for key in HEAD_FIGURES if any(series(runs, key) for of in table.values() for runs in of.values())]
-    if not keys:
-        return
-    shape = (len(keys), len(table))
-    size_of_all = (5 * shape[1] + 1, 3.5 * shape[0])
-    figure, axes = pyplot.subplots(*shape, figsize=size_of_all, layout="constrained", squeeze=False)
-    for row, key in zip(axes, keys, strict=True):
-        for axis, (size, variants) in zip(row, table.items(), strict=True):
-            for name, runs in variants.items():
-                if points := series(runs, key):
-                    axis.plot([tokens / 1e6 for tokens in points], list(points.values()), label=name, **style(name))
-            axis.set(title=f"size {size}", xlabel="tokens (millions)", ylabel=HEAD_FIGURES[key])
-    finish(figure, axes, path)
-
-
-def series(runs, key):
-    """{tokens: mean over layers and runs} of a figure of the heads; empty if no run has it."""
-    found = {}
-    for run in runs.values():
-        for row in run["rows"]:
-            values = [value for value in row.get("heads", {}).get(key, []) if value is not None]
-            if values:
-                found.setdefault(row["tokens"], []).append(mean(values))
-    return {tokens: mean(values) for tokens, values in sorted(found.items())}

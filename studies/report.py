@@ -1,34 +1,20 @@
 """The report of a table of runs: REPORT.md with its tables, and the pictures of pictures.py.
 
-Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. So are those that diverged, or
-have other tokens or sources than most: the report names them. L is the validation loss at the
-end of a run, nats per token, mean over sources. The multiplier of a form is T_dense(L) / T: the tokens with which the
-dense model ends at the form's loss, over the form's own. docs/history/atlas.md says how T_dense is interpolated. The
-interval of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the
-heads that tokens use.
+Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N and OUT/times. Runs that are not complete are left out. So are those
+that diverged, or have other tokens or sources than most: the report names them. docs/study.md defines the columns.
 """
 
 import math
 from collections import Counter
 from itertools import pairwise
-from statistics import mean
+from statistics import mean, median
 
 from moh_lm.cost.memory import parameter_counts
 from studies import results
 from studies.pictures import draw
-from studies.results import (
-    differences,
-    factor_and_seed,
-    final_loss,
-    final_losses,
-    flops,
-    has_diverged,
-    interval,
-    read_run,
-    results_table,
-    significance,
-)
+from studies.results import final_loss, final_losses, flops, significance, spread
 from studies.table import TUNING_SEED
+from studies.times import read_times
 
 DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
 
@@ -43,7 +29,8 @@ def write(out, table):
     sizes = {size: alike(compared(variants, best), left_out.setdefault(size, [])) for size, variants in found.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
-    text = markdown(sizes, factors, table, tuned, left_out)
+    times = {size: read_times(out, size, DENSE) for size in sizes}
+    text = markdown(sizes, factors, table, tuned, left_out, times)
     (out / "REPORT.md").write_text(text, encoding="utf-8")
     print(text)
     draw(out, sizes, table.variants, factors)
@@ -58,12 +45,12 @@ def read_runs(directory, table):
     for size in table.sizes:
         for variant in table.variants:
             for path in sorted((directory / size.name / variant.name).glob("rate-*-seed-*/config.json")):
-                factor, seed = factor_and_seed(path.parent) or (None, TUNING_SEED)
-                run = read_run(path.parent) if factor else None
+                factor, seed = results.factor_and_seed(path.parent) or (None, TUNING_SEED)
+                run = results.read_run(path.parent) if factor else None
                 if run:
                     factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
                     factors.setdefault(factor, {})[seed] = run
-                elif seed != TUNING_SEED and has_diverged(path.parent):
+                elif seed != TUNING_SEED and results.has_diverged(path.parent):
                     diverged.setdefault(size.name, []).append(f"{variant.name}, seed {seed}: diverged")
     return found, diverged
 
@@ -146,90 +133,103 @@ def multipliers(variants):
             told.append(tokens_of_dense(points, final_loss(run)))
         logs = [math.log(told_[0] / tokens_of(run)) for told_, run in zip(told, runs.values(), strict=True) if told_]
         if logs:
-            center, width = interval(logs)
+            center, width = results.interval(logs)
             bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
             found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_))
     return found
 
 
-def markdown(sizes, factors, table, tuned, left_out):
-    """The whole report. sizes: {size: {variant: {seed: run}}}. factors: {size: ``multipliers``}."""
+def markdown(sizes, factors, table, tuned, left_out, times):
+    """The whole report. sizes: {size: {variant: {seed: run}}}. factors, times: by size."""
     heads = {size.name: size.heads for size in table.sizes}
-    told = any(factors.values())
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
-    lines += [*summary(sizes, factors), ""] if told else []
     for size, variants in sizes.items():
         lines += [*size_section(size, heads[size], variants, factors[size]), ""]
+        lines += times_section(size, factors[size], times[size])
         lines += answers(variants, table.questions)
     named = [f"- size {size}, {words}" for size, of in left_out.items() for words in of]
     lines += ["Left out. A form whose runs diverge is worse than its row says.", "", *named, ""] if named else []
     lines += [
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on a",
-        "token with the heads that it uses; with top-p or ReLU those of the last interval. To dense, to static: mean",
-        "of the differences seed by seed with its 90% interval of Student's distribution, to all heads and to as many",
-        "heads that are always the same. Seeds are all that it takes into account: not another corpus, size or",
-        "length of training. Of ten comparisons without a true difference, one appears significant by chance, and one",
-        "seed alone shows nothing.",
+        "token with the heads that it uses. KV: keys and values that generation keeps. Alarms: about heads, in a run.",
+        "To dense, to static: means of the differences seed by seed with 90% intervals. Tokens x: tokens with which",
+        "dense ends at this loss, over own tokens; *: a seed lies beyond the dense runs. FLOPs x, seconds x: the same",
+        "in FLOPs and in seconds. One seed shows nothing; docs/study.md says how all of it is computed.",
         "",
     ]
-    lines += [
-        "Tokens x: tokens with which the dense model ends at this loss, over the tokens of the run, with its 90%",
-        "interval; *: a seed lies beyond the dense runs of half and twice the tokens. A seed with one length of dense",
-        "runs only, or whose dense losses do not fall with the tokens, is left out. FLOPs x: the same in FLOPs.",
-        "",
-    ] * told
     return "\n".join([*lines, *tuning_section(tuned, table.sizes[0])]) + "\n"
-
-
-def summary(sizes, factors):
-    """The difference to dense and the multiplier in tokens, for each form and size."""
-    rows = []
-    for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
-        rows.append([name])
-        for size, variants in sizes.items():
-            rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))
-            rows[-1].append(shown(factors[size][name], 1) if name in factors[size] else "")
-    return results.write_table(["", *(title for size in sizes for title in (f"{size}: to dense", "tokens x"))], rows)
 
 
 def answers(variants, questions):
     """The differences that the questions of the table ask for."""
     rows = []
     for name, against, question in questions:
-        if found := differences(variants.get(name, {}), variants.get(against, {})):
+        if found := results.differences(variants.get(name, {}), variants.get(against, {})):
             rows.append([name, against, question, str(len(found)), *significance(found)])
     return [*results.write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
 
 
 def size_section(size, heads, variants, found):
+    """The table of one size: a row for each variant."""
     first = next(iter(next(iter(variants.values())).values()))
-    model, dense = first["config"].model, variants.get(DENSE, {})
-    whole = [flops(run) for run in dense.values()][:1]
+    model, dense, sources = first["config"].model, variants.get(DENSE, {}), list(final_losses(first))
+    statics = {name: of for name in variants if (of := static_of(variants, name))}
 
     def outside(name, runs):
         counts = parameter_counts(runs[0]["config"].model)
         return f"{counts['total'] - counts['embedding']:,}"
 
-    def in_flops(name, runs):
-        return shown(found[name], whole[0] / mean(map(flops, runs))) if name in found and whole else ""
+    def to_dense(measure):
+        """A column of ``measure``(run) over that of dense."""
+        return lambda name, runs: f"{mean(map(measure, runs)) / measure([*dense.values()][0]):.3f}"
 
-    before = {
+    def in_flops(name, runs):
+        return shown(found[name], flops([*dense.values()][0]) / mean(map(flops, runs))) if name in found else ""
+
+    columns = {
+        "heads": lambda name, runs: results.heads(runs[0]),
         "peak rate": lambda name, runs: f"{runs[0]['config'].optimizer.learning_rate:g}",
         "parameters outside the embeddings": outside,
         "tokens": lambda name, runs: f"{tokens_of(runs[0]) / 1e6:.1f}M",
     }
-    after = {
-        "to dense": lambda name, runs: difference(variants[name], dense) if name not in LENGTHS else "",
-        "to static": lambda name, runs: difference(variants[name], static_of(variants, name)),
+    if dense:
+        columns |= {f"{title}, {DENSE} = 1": to_dense(of) for title, of in (("FLOPs", flops), ("KV", results.kept))}
+    columns |= {
+        "alarms": lambda name, runs: f"{mean(run['alarms'] for run in runs):.3g}",
+        "seeds": lambda name, runs: str(len(runs)),
     }
+    for source in sources:
+        columns[source] = lambda name, runs, source=source: spread([final_losses(run)[source] for run in runs])
+    columns |= {
+        "mean": lambda name, runs: f"**{spread(list(map(final_loss, runs)))}**",
+        "to dense": lambda name, runs: difference(variants[name], dense) if name not in LENGTHS else "",
+    }
+    if statics:
+        columns["to static"] = lambda name, runs: difference(variants[name], statics.get(name, {}))
     if found:
-        after |= {"tokens x": lambda name, runs: shown(found[name], 1) if name in found else "", "FLOPs x": in_flops}
+        columns |= {"tokens x": lambda name, runs: shown(found[name], 1) if name in found else "", "FLOPs x": in_flops}
     yield (
         f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {heads} heads of "
         f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
     )
     yield ""
-    yield from results_table(variants, DENSE, before, after)
+    ordered = {name: [run for _, run in sorted(runs.items())] for name, runs in variants.items()}
+    rows = [[name, *(write(name, runs) for write in columns.values())] for name, runs in ordered.items()]
+    yield from results.write_table(["", *columns], rows)
+
+
+def times_section(size, found, times):
+    """The seconds of a step of each variant, and its multiplier in seconds. times: {machine: ``read_times``}."""
+    for machine, ratios in times.items():
+        yield f"### Seconds at size {size} on {machine}, {DENSE} = 1"
+        yield ""
+        rows = []
+        for name, of_rounds in ratios.items():
+            center = median(of_rounds)
+            seconds = f"{center:.3f} ({min(of_rounds):.3f} to {max(of_rounds):.3f})"
+            rows.append([name, str(len(of_rounds)), seconds, shown(found[name], 1 / center) if name in found else ""])
+        yield from results.write_table(["", "rounds", "seconds", "seconds x"], rows)
+        yield ""
 
 
 def static_of(variants, name):
@@ -240,7 +240,7 @@ def static_of(variants, name):
 
 def difference(runs, against):
     """The difference of the losses seed by seed, in words; empty if no seed is in both."""
-    found = differences(runs, against)
+    found = results.differences(runs, against)
     pairs = f" ({len(found)} of {len(runs)} seeds)" if len(found) < len(runs) else ""
     return ", ".join(significance(found)) + pairs if found else ""
 

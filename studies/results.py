@@ -1,12 +1,7 @@
 """What complete runs say: their losses, differences seed by seed, and tables of them in Markdown.
 
-A run that is not complete is left out. So is one whose last losses are not finite, and the report names it. With d the
-difference of the final validation losses of two variants for one seed, mean over sources, and n seeds,
-
-    difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
-
-where s is the standard deviation and t the 95% point of Student's distribution: the interval that holds the true mean
-with a confidence of 90%, seeds being all that varies.
+A run that is not complete is left out. So is one whose last losses are not finite, and the report names it. The loss of
+a run is the mean over its sources. Intervals hold the true mean with a confidence of 90%, seeds being all that varies.
 """
 
 import math
@@ -16,6 +11,8 @@ from statistics import mean, stdev
 
 from moh_lm.config import Config, ConfigError
 from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import cache_bytes
+from moh_lm.monitor.alarms import BALANCE, COLLAPSE, DRIFT
 from moh_lm.monitor.events import complete_rows
 
 # 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
@@ -26,7 +23,8 @@ def read_run(directory):
     """A run. None if it is not complete or a loss at its end is not finite, or, with a note, if its config.json is bad.
 
     {"config", "evaluations": {step: {source: loss in nats per token}}, "rows": of metrics.jsonl, "active_heads":
-    {layer: heads of a token} in the last interval, with --routing-top-p and --routing relu only}.
+    {layer: heads of a token} in the last interval, with --routing-top-p and --routing relu only, "alarms": how many
+    fired that are about heads}.
     """
     try:
         config = Config.load(directory / "config.json")
@@ -38,11 +36,13 @@ def read_run(directory):
         return None
     rows = metrics(directory)
     heads = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
+    alarms = [row["alarm"] for _, row in complete_rows(directory / "events.jsonl") if row.get("event") == "alarm"]
     return {
         "config": config,
         "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
         "rows": rows,
         "active_heads": {layer: n for of in heads for layer, n in zip(of["layer"], of["active_heads"], strict=True)},
+        "alarms": sum(kind in (COLLAPSE, BALANCE, DRIFT) for kind in alarms),
     }
 
 
@@ -108,30 +108,6 @@ def write_table(head, rows):
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
-def results_table(variants, reference, before, after):
-    """A row for each of ``variants``, {name: {seed: run}}, with its FLOPs over those of the ``reference``, a name.
-
-    before, after: {title: function(name, [run])} of the columns before FLOPs and after losses.
-    """
-    sources = list(final_losses(next(iter(next(iter(variants.values())).values()))))
-    whole = [flops(run) for run in variants.get(reference, {}).values()][:1]
-    rows = []
-    for name, runs in variants.items():
-        each = [run for _, run in sorted(runs.items())]
-        rows.append([
-            name,
-            heads(each[0]),
-            *(write(name, each) for write in before.values()),
-            *(f"{mean(map(flops, each)) / dense:.3f}" for dense in whole),
-            str(len(each)),
-            *(spread([final_losses(run)[source] for run in each]) for source in sources),
-            f"**{spread(list(map(final_loss, each)))}**",
-            *(write(name, each) for write in after.values()),
-        ])
-    titles = [*before, *(f"FLOPs, {reference} = 1" for _ in whole), "seeds", *sources, "mean", *after]
-    return write_table(["", "heads", *titles], rows)
-
-
 def significance(differences):
     """(the mean difference and half its interval, in words; the verdict)."""
     center, width = interval(differences)
@@ -151,6 +127,11 @@ def interval(values):
 
 def spread(values):
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def kept(run):
+    """Numbers that generation keeps of a token of a whole sequence: keys and values of all layers."""
+    return cache_bytes(run["config"].model, run["config"].run.seq_length, width=1)["whole"]
 
 
 def flops(run):

@@ -157,12 +157,6 @@ def place(ranks, share):
     return f"processes: {ranks}; {f'OMP_NUM_THREADS={threads}' if threads else 'threads as torch has them'}"
 
 
-def had_place(directory, flags):
-    """Whether a run below OUT had the ``place`` that those to come have, or has no log."""
-    log, now = directory.with_name(directory.name + ".log"), place(flags.ranks, shares(jobs_of(flags), flags.ranks)[0])
-    return not log.exists() or f"/{directory.relative_to(flags.out)}\n{now}\n".encode() in log.read_bytes()
-
-
 def train_all(next_run, jobs, ranks=1):
     """Train what ``next_run`` gives, ``jobs`` runs at a time with ``ranks`` processes each; {directory: exit code}.
 

@@ -1,6 +1,6 @@
 """Tables of runs that compare variants of a model: what they hold, and the flags of the commands that train them.
 
-ablation.py and atlas.py each have a table, which comparison.py trains.
+ablation.py, atlas.py and study.py each have a table, which comparison.py trains.
 """
 
 import math
@@ -12,22 +12,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moh_lm.cli.command import RESUMES, run_command
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, flag, raise_any
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.units import above_0, at_least
 
 FLAGS = "All flags of python -m moh_lm.pretrain are accepted too, and override those of the table."  # the end of --help
 TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
+SEEDS = (1, 2, 3)  # of every variant, before a variant has more
 
 
 @dataclass(frozen=True)
 class Variant:
     """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention.
 
-    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. flags: {half},
-    {quarter} and {three_quarters} are that number of heads. table: the name by which ``--variants`` chooses it with its
-    neighbours; those without one are trained if none is chosen. tier: which comparisons come first. tokens: times those
-    of the others.
+    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. flags: {quarter},
+    {half}, {three_quarters} and {all} are that number of heads. table: the name by which ``--variants`` chooses it with
+    its neighbours; those without one are trained if none is chosen. tier: which comparisons come first. tokens: times
+    those of the others.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Variant:
             used = spread((self.shared + self.active) * heads / 8, layers)
             active = [both - always for both, always in zip(used, shared, strict=True)]
             budget = ["--num-shared-heads", *numbers(shared), "--num-active-routed-heads", *numbers(active)]
-        shares = {"quarter": heads // 4, "half": heads // 2, "three_quarters": heads * 3 // 4}
+        shares = {"quarter": heads // 4, "half": heads // 2, "three_quarters": heads * 3 // 4, "all": heads}
         return ["--num-attention-heads", str(heads), *budget, *self.flags.format(**shares).split()]
 
 
@@ -108,8 +110,8 @@ def factor(text):
     return float(f"{above_0(text):g}")
 
 
-def add_comparison_flags(parser, variants, rates):
-    """Add the flags of a comparison. rates: the factors that are tried for each form."""
+def add_comparison_flags(parser, variants, rates, seeds=SEEDS):
+    """Add the flags of a comparison. rates: the factors that are tried for each form. seeds: the usual ones."""
     add_flags(parser)
     tables = sorted({variant.table for variant in variants} - {""})
     names = [variant.name for variant in variants]
@@ -117,13 +119,34 @@ def add_comparison_flags(parser, variants, rates):
     words = f"by name{', or all of ' if tables else ''}{', '.join(tables)} (default: {usual[0]} to {usual[-1]})"
     add = parser.add_argument
     add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
-    add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="seeds of weights and of the "
-        "order of samples (default: 1 2 3)")  # fmt: skip
+    add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[*seeds], help="seeds of weights and of the "
+        f"order of samples (default: {' '.join(map(str, seeds))})")  # fmt: skip
     add("--rates", type=factor, metavar="X", nargs="+", default=rates, help="factors of the learning rate; the best "
         f"for seed {TUNING_SEED} is used (default: {' '.join(map(str, rates))})")  # fmt: skip
     add("--hours", type=above_0, metavar="X", default=math.inf, help="start no run that would end later (default: no "
         "limit)")  # fmt: skip
     add("--plan", action="store_true", help="show what would be trained and exit")
+    add("--times", type=at_least(1), metavar="ROUNDS", help="instead of training, measure the seconds of "
+        "a step of each variant, by turns, in so many rounds")  # fmt: skip
+
+
+def parse_sized(program, description, table, texts, rates, seeds=SEEDS, sizes=None):
+    """The flags of a comparison of the ``table`` at its sizes; ``others``: those of moh_lm.pretrain. rates, seeds,
+    sizes: their defaults, of the sizes all. Raises ConfigError."""
+    parser = Parser(prog=f"python studies/{program}.py", description=description, epilog=FLAGS)
+    add, names = parser.add_argument, [size.name for size in table.sizes]
+    add_comparison_flags(parser, table.variants, rates, seeds)
+    words = f"sizes to train (default: {' '.join(sizes or ['all'])})"
+    add("--sizes", nargs="+", metavar="NAME", default=sizes or names, choices=names, help=words)
+    usual = ", ".join(f"{size.tokens:g}" for size in table.sizes)
+    add("--tokens-per-parameter", type=above_0, metavar="X", help="for the dense model, embeddings included "
+        f"(default: {usual})")  # fmt: skip
+    instead = {"--learning-rate": "--rates", "--seed": "--seeds", "--num-attention-heads": "--sizes"}
+    instead |= dict.fromkeys(("--train-iters", "--train-tokens"), "--tokens-per-parameter")
+    flags = read_flags(parser, texts, program, instead)
+    tokens = flags.tokens_per_parameter
+    flags.table = table._replace(sizes=tuple(size._replace(tokens=tokens or size.tokens) for size in table.sizes))
+    return flags
 
 
 def read_flags(parser, texts, program, instead):

@@ -95,7 +95,7 @@ def write_texts(directory):
 def write_models(directory):
     """A Llama to continue, and an autoencoder of images."""
     llama = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=32,
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32,
         num_key_value_heads=8, head_dim=4, rope_theta=500000.0,
     )  # fmt: skip
     LlamaForCausalLM(llama).save_pretrained(directory / "Meta-Llama-3-8B")

@@ -2,8 +2,9 @@
 
 A block marked ``bash`` holds commands; one marked ``console`` holds commands after ``$``, and what they print. A
 comment ``<!-- test ... -->`` before a block makes it small. Of its lines, ``WORD: FLAGS`` adds flags to every command
-with that word (the last flag wins), ``OLD => NEW`` replaces text, ``fails: WORD`` expects exit code 1, and
-``together: N`` executes N copies of the block's commands at once, as N nodes would. ``@NAME`` stands for ``FLAGS``.
+with that word (the last flag wins), ``OLD => NEW`` replaces text, ``fails: WORD`` expects exit code 1,
+``elsewhere: WORD PAGE`` leaves a command to another page that has the same one, and ``together: N`` executes N copies
+of the block's commands at once, as N nodes would. ``@NAME`` stands for ``FLAGS``.
 ssh, pdsh, Slurm and pip are stand-ins: nothing is installed. Questions to models are made up. Two pages are executed at
 a time, each in a checkout of its own.
 """
@@ -64,6 +65,11 @@ def in_small(lines, marks):
             copies = int(rest)
         elif word == "fails":
             failing = rest
+        elif word == "elsewhere":
+            word, page = rest.split()
+            left = [line for line in lines if word in line]
+            assert left and all(line in (ROOT / page).read_text(encoding="utf-8") for line in left), mark
+            lines = [line for line in lines if line not in left]
         else:
             assert any(word in line for line in lines), f"{mark}: no such command in {lines}"
             lines = [f"{line} {rest}" if word in line else line for line in lines]
@@ -78,7 +84,7 @@ def prepared(programs, tmp_path_factory):
     prepare(directory, programs)
     sources = "--source dolma='dolma/*.json.gz' --source pile='pile/*.jsonl.zst' --unit-size 20K"
     shell(f"python data_prep/tokenize.py --tokenizer tokenizer.model --output data/llm {sources}", directory)
-    flags = f"{FLAGS['@model']} {FLAGS['@run']} --train-iters 200 --save-interval 50 --keep-last 0 --num-shared-heads 8"
+    flags = f"{FLAGS['@model']} {FLAGS['@run']} --train-iters 20 --save-interval 5 --keep-last 0 --num-shared-heads 8"
     flags += " --micro-batch-size 2 --data-dir data/llm --checkpoint-dir runs/small"
     shell(f"python -m moh_lm.pretrain {flags}", directory)
     shutil.copytree(directory / "runs/small", directory / "runs/llm-b")

@@ -47,7 +47,7 @@ def parse_arguments(texts):
     verifies.add_argument("--all", action="store_true", help="every step of the run (default: the newest)")
     shows = add("show", "show configuration, position, data, files, and the hash of the state", "RUN_OR_STEP")
     shows.add_argument("--parameters", action="store_true", help="also show the shape and norms of every parameter")
-    shows.add_argument("--quick", action="store_true", help="skip what needs the large files to be read")
+    shows.add_argument("--quick", action="store_true", help="skip what requires reading the large files")
     compares = add("diff", "compare configuration, position, weights and moments of two checkpoints", "A", "B")
     listed = "number of parameters to list; 0: all (default: %(default)s)"
     compares.add_argument("--top", type=at_least(0), default=20, metavar="N", help=listed)

@@ -48,15 +48,15 @@ def parse_arguments(texts):
     add_task_flags(parser)
     add("--batch-size", default="8", type=batch_size, metavar="N", help="sequences per forward pass, or auto (default: "
         "%(default)s)")  # fmt: skip
-    add("--max-length", type=at_least(1), metavar="N", help="tokens of prompt and answer; what is longer loses its "
+    add("--max-length", type=at_least(1), metavar="N", help="most tokens of prompt and answer; longer ones lose their "
         "beginning (default: the model's sequence length)")  # fmt: skip
     dtypes = ("auto", "float32", "bfloat16")
-    add("--dtype", default="auto", choices=dtypes, help="to compute in; auto: that of the weights (default: auto)")
+    add("--dtype", default="auto", choices=dtypes, help="precision; auto: that of the weights (default: auto)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
     add("--trust-code", action="store_true", help="run the Python files in the directories of the models")
-    add("--output", type=output_path, metavar="FILE.json", help="write table and all metrics, of one model")
+    add("--output", type=output_path, metavar="FILE.json", help="write the table and all metrics of one model")
     add("--compare", nargs="+", type=Path, default=[], metavar="DIR_OR_FILE", help="other models, or files of "
-        "--output, for the same table")  # fmt: skip
+        "--output, to add to the table")  # fmt: skip
     arguments = parser.parse_args(texts)
     problems = task_problems(arguments)
     if arguments.compare and arguments.output:

@@ -38,12 +38,12 @@ def parse_arguments(texts):
     add("--checkpoint", required=True, type=Path, metavar="RUN_OR_STEP", help="run directory, or one of its steps")
     add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
     dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
+    add("--dtype", default="float32", choices=dtypes, help="dtype of the weights (default: %(default)s)")
     add("--as", dest="stock", choices=("qwen3_5", "laguna"), help="class of transformers to write a gated model "
         "for, so that it needs no remote code")  # fmt: skip
-    add("--license", metavar="ID", type=hub_word, help="for the model card, such as apache-2.0")
-    add("--base-model", metavar="OWNER/NAME", type=hub_word, help="for the model card: what was continued, on the hub")
-    add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="of a file (default: %(default)s)")
+    add("--license", metavar="ID", type=hub_word, help="licence on the model card, such as apache-2.0")
+    add("--base-model", metavar="OWNER/NAME", type=hub_word, help="continued model on the hub, for the card")
+    add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="largest file (default: %(default)s)")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish it on the Hugging Face hub too")
     add("--overwrite", action="store_true", help="replace the files of an earlier export in the output directory")
     return parser.parse_args(texts)

@@ -39,8 +39,8 @@ def parse_arguments(texts):
     add("--max-new-tokens", type=at_least(1), default=100, metavar="N", help="tokens per prompt (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="X", help="0: always take the most likely token (default: "
         "%(default)s)")  # fmt: skip
-    add("--top-p", type=share, default=1.0, metavar="X", help="draw from the most likely tokens, which together have "
-        "this probability (default: %(default)s)")  # fmt: skip
+    add("--top-p", type=share, default=1.0, metavar="X", help="draw only from the most likely tokens with this total "
+        "probability (default: %(default)s)")  # fmt: skip
     add("--seed", type=seed, default=0, metavar="N", help="seed of the draws (default: %(default)s)")
     dtypes = ("float32", "bfloat16")
     add("--dtype", default="float32", choices=dtypes, help="precision of weights and cache (default: %(default)s)")

@@ -41,9 +41,9 @@ def parse_arguments(texts):
     add("--data", default=[], nargs="+", action="extend", metavar="NAME=FILES", help="domains: NAME=FILES or "
         "NAME=DIR of shards, or DIR for every source of a data directory")  # fmt: skip
     add("--suite", choices=SUITES, help="read the prompts of each task of this suite instead (see tools/evaluate.py)")
-    add("--task-data", type=Path, metavar="DIR", help="for --suite: local rows, DIR/TASK/SPLIT.jsonl (default: the "
+    add("--task-data", type=Path, metavar="DIR", help="local rows for --suite, DIR/TASK/SPLIT.jsonl (default: the "
         "hub)")  # fmt: skip
-    add("--tasks", nargs="+", metavar="TASK", help="only these of --suite, by the harness's names")
+    add("--tasks", nargs="+", metavar="TASK", help="use only these tasks of --suite, by the harness's names")
     add("--output", required=True, type=output_path, metavar="DIR", help="directory for index.html, pictures and "
         "heads.json")  # fmt: skip
     add("--tokens", type=at_least(1), default=16384, metavar="N", help="tokens per domain (default: %(default)s)")
@@ -53,7 +53,7 @@ def parse_arguments(texts):
         "%(default)s)")  # fmt: skip
     add("--examples", type=at_least(1), default=5, metavar="N", help="most and least specialised heads shown (default: "
         "%(default)s)")  # fmt: skip
-    add("--ablation-tokens", type=at_least(0), metavar="N", help="of each domain, for the importance by ablation; 0: "
+    add("--ablation-tokens", type=at_least(0), metavar="N", help="tokens per domain for importance by ablation; 0: "
         "leave it out (default: 2048 with --l0 and for models without routed heads, else 0)")  # fmt: skip
     add("--l0", type=above_0, nargs="+", default=[], metavar="X", help="penalties for each head of L0 gates that are "
         "trained on the tokens of the ablation (Voita et al. 2019), such as 0.001 0.003 0.01")  # fmt: skip

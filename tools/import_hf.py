@@ -52,21 +52,21 @@ def parse_arguments(texts):
         nargs = "+" if is_list(entry) else "?" if entry.type is bool else None
         shown = {"metavar": placeholder(entry), "help": entry.metadata["help"]}
         heads.add_argument(flag(entry.name), nargs=nargs, const="true" if nargs == "?" else None, **shown)
-    heads.add_argument("--released", choices=("moh-llama3-8b",), help="of the authors' model, as their code has them")
+    heads.add_argument("--released", choices=("moh-llama3-8b",), help="use the settings of the authors' code")
     heads.add_argument(
-        "--allow-routing-change", action="store_true", help="a mixture may become --head-selection all or static"
+        "--allow-routing-change", action="store_true", help="let a mixture become --head-selection all or static"
     )
     add("--select-shared", choices=("first", "importance"),
         help="heads that are shared or static (default: the most important ones, if the model has a tokenizer to "
         "measure them with)")  # fmt: skip
-    add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens, to measure importance on")
-    add("--sample-text", type=Path, metavar="FILE", help="or text (default: the documentation of Python)")
-    add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="read of it (default: 16K)")
-    add("--calibrate", action="store_true", help="fit output projections, and routers that have weights, to that text")
-    add("--extend-vocab", type=at_least(1), metavar="N", help="rows of the vocabulary, old and new")
-    add("--tokenizer", type=Path, metavar="MODEL", help="of the data to come (default: the model's, if there is one)")
-    add("--old-tokenizer", type=Path, metavar="MODEL", help="of the model, to spell new tokens (default: its own)")
-    add("--seed", type=at_least(0), default=1234, metavar="N", help="of routers and new rows (default: %(default)s)")
+    add("--sample-data", type=Path, metavar="DIR", help="shards in the model's tokens on which importance is measured")
+    add("--sample-text", type=Path, metavar="FILE", help="the same as text (default: the documentation of Python)")
+    add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="tokens of the sample (default: 16K)")
+    add("--calibrate", action="store_true", help="fit output projections and router weights to the sample")
+    add("--extend-vocab", type=at_least(1), metavar="N", help="extend the vocabulary to this number of rows")
+    add("--tokenizer", type=Path, metavar="MODEL", help="tokenizer of the training data (default: the model's)")
+    add("--old-tokenizer", type=Path, metavar="MODEL", help="tokenizer that spells new tokens (default: the model's)")
+    add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of new weights (default: %(default)s)")
     add("--dry-run", action="store_true", help="print what would be read and written, and exit")
     return parser.parse_args(texts)
 

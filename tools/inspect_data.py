@@ -40,7 +40,7 @@ def parse_arguments(texts):
     one("--sample", metavar="N", type=at_least(0), nargs="+", help="decode these samples of a run, counted from 0")
     one("--document", metavar="SOURCE:N", nargs="+", help="decode these documents of a source, counted from 0")
     one("--verify", action="store_true", help="compare every file with its checksums")
-    add("--state", metavar="FILE", help="for --sample: state.json of a checkpoint, to show samples as its run read "
+    add("--state", metavar="FILE", help="state.json of a checkpoint, for --sample to show samples as its run read "
         "them")  # fmt: skip
     add("--tokenizer", metavar="MODEL", help="tokenizer, as for data_prep/tokenize.py (default: the one in DIR)")
     add("--json", action="store_true", help="print everything as one JSON object")

@@ -1,10 +1,10 @@
-"""The directory of a run's checkpoints: which steps are in it, which may go, and the pointer to the newest.
+"""The directory of a run's checkpoints: its steps, which of them may be removed, and the pointer to the newest.
 
 A run saves its first step after an iteration. Step 0 comes from tools/import_hf.py or tools/import_vision.py: it is the
 model with which the run begins, and the run never removes it.
 
-A directory named ``step-N`` is always complete: it gets this name by a rename when it is complete, and loses it by a
-rename before it is removed.
+A directory named ``step-N`` is always complete: it is renamed to this once complete, and renamed again before it is
+removed.
 """
 
 import os
@@ -22,12 +22,12 @@ LEFTOVER = re.compile(rf"{STEP_NAME.pattern}(\.old)?\.tmp")
 
 
 def step_number(path):
-    """The number N of the step directory step-N."""
+    """Return the number N of the step directory step-N."""
     return int(STEP_NAME.fullmatch(path.name)[1])
 
 
 def list_steps(directory):
-    """The step directories in the order in which a run would resume from them: the newest first.
+    """Return the step directories, newest first: the order in which a run would try to resume from them.
 
     A missing directory holds none. Raises OSError if it cannot be read.
     """
@@ -40,10 +40,10 @@ def list_steps(directory):
 
 
 def newest_model(run, config_type=Config):
-    """(step directory, model of its configuration) of the newest step of the run directory ``run``.
+    """Return (step directory, model of its configuration) of the newest step of a run, or (None, None) if no step is
+    intact.
 
-    It is (None, None) if no step is intact. Only config.json is compared with the manifest. Raises ConfigError if the
-    directory of the steps cannot be read.
+    Only config.json is compared with the manifest. Raises ConfigError if the directory of the steps cannot be read.
     """
     try:
         steps = list_steps(Path(run) / "checkpoints")
@@ -59,7 +59,7 @@ def newest_model(run, config_type=Config):
 
 
 def outdated(steps, verified, keep_last, keep_every):
-    """The numbers among ``steps`` that may go: those before the ``keep_last``-th newest of the ``verified`` ones."""
+    """Return the numbers among ``steps`` that may be removed: those before the ``keep_last``-th newest verified one."""
     counted = sorted(set(steps) & set(verified), reverse=True)[:keep_last]
     if not keep_last or len(counted) < keep_last:
         return []
@@ -67,7 +67,7 @@ def outdated(steps, verified, keep_last, keep_every):
 
 
 def discard(step):
-    """Take the name of a step from a directory, or a link to one, that is to be removed; returns the new path."""
+    """Rename a directory, or a link to one, that is to be removed; returns the new path."""
     doomed = step.with_name(f"{step.name}.old.tmp")
     remove_entry(doomed)
     step.rename(doomed)
@@ -75,9 +75,9 @@ def discard(step):
 
 
 def remove_entry(path):
-    """Remove a directory with all that is in it, a file, or a link but not what it points to.
+    """Remove a directory and its contents, a file, or a link but not its target.
 
-    What cannot be removed is only named on standard error, since it does no harm except to take up space.
+    Entries that cannot be removed are only named on standard error, because they do no harm except to take up space.
     """
     try:
         if path.is_dir() and not path.is_symlink():

@@ -1,4 +1,4 @@
-"""The file that each rank adds to a checkpoint, and reading whole parameters, or any part of one, out of all of them.
+"""The file that each rank adds to a checkpoint, and how to read parameters, or parts of them, from all of these files.
 
 ``rank-N.safetensors`` holds what one rank's optimizer owned: for a range of each flattened local parameter the fp32
 master weight and both moments, under ``KIND/NAME``. Image models may also have a moving average of the weights. The
@@ -11,7 +11,7 @@ counts of a router's bias are int32. The metadata key ``fragments`` is JSON, NAM
 The metadata key ``zero``, a JSON list, names what is zero and left out: kinds (an imported model has no moments yet),
 or ``KIND/NAME`` (Muon has no second moment, a frozen weight none).
 
-A reader may use any other layout: it asks for a range of its own shard and gets it from whichever files hold it.
+A reader may have any other layout: it asks for a range of its own shard, whichever files hold it.
 """
 
 import json
@@ -52,7 +52,7 @@ class Fragment(NamedTuple):
 
 
 def metadata_of(fragments):
-    """The metadata of a file with these ``Fragment``s."""
+    """Return the metadata of a file with these ``Fragment``s."""
     absent = [f"{kind}/{fragment.name}" for fragment in fragments for kind in MOMENTS if kind not in fragment.tensors]
     addresses = json.dumps({fragment.name: address_of(fragment) for fragment in fragments})
     return {"fragments": addresses, **({"zero": json.dumps(absent)} if absent else {})}
@@ -69,7 +69,7 @@ def address_of(fragment):
 
 
 def write_safetensors(path, tensors, metadata, progress=lambda: None):
-    """Write ``tensors``, of ``DTYPES``, in the safetensors format, hashing on the way; returns the manifest's entry.
+    """Write and hash ``tensors``, of ``DTYPES``, in the safetensors format. Returns the entry for the manifest.
 
     Format: u64 length of the header, JSON header, the tensors end to end. ``progress`` is called after each tensor.
     """
@@ -83,7 +83,7 @@ def write_safetensors(path, tensors, metadata, progress=lambda: None):
 
 
 def safetensors_header(described, metadata):
-    """The bytes before the tensors. described: {name: (dtype, shape)} in the order of the tensors."""
+    """Return the bytes before the tensors. described: {name: (dtype, shape)} in the order of the tensors."""
     header, offset = {"__metadata__": metadata}, 0
     for name, (dtype, shape) in described.items():
         end = offset + math.prod(shape) * dtype.itemsize
@@ -103,7 +103,7 @@ class Piece(NamedTuple):
 
 
 class FragmentReader:
-    """Reads parameters out of the rank files of a step directory.
+    """Reads parameters from the rank files of a step directory.
 
     Raises ValueError with the path if a file is not a rank file, and OSError if it cannot be read.
     """
@@ -141,10 +141,11 @@ class FragmentReader:
             raise ValueError(f"{name} has shape {list(found)} in the files and {list(shape)} in the model")
 
     def read(self, kind, name, partition=None, start=0, length=None):
-        """Elements [start, start + length) of the flattened shard of ``name`` that ``partition`` describes; fp32.
+        """Return elements [start, start + length) of the flattened shard of ``name`` that ``partition`` describes, in
+        fp32.
 
-        By default the whole parameter, in its shape. kind: "master", "exp_avg" or "exp_avg_sq". Padding is zero.
-        Raises ValueError if elements are in none of the files.
+        By default the whole parameter is returned, in its shape. kind: "master", "exp_avg" or "exp_avg_sq". Padding is
+        zero. Raises ValueError if elements are in none of the files.
         """
         if name not in self.shards:
             raise ValueError(f"{kind} of {name}: is in none of the files")
@@ -173,7 +174,7 @@ class FragmentReader:
 
 
 def read_rows(pieces, key, row, count, width):
-    """Rows [row, row + count) of a shard of ``width`` columns, fp32 [count, width], from the pieces it was cut into."""
+    """Read rows [row, row + count) of a shard of ``width`` columns from its pieces: fp32 [count, width]."""
     first, last = row * width, (row + count) * width
     values, position = torch.empty(last - first), first
     for file, start, length in sorted(pieces, key=lambda piece: piece.start):
@@ -187,7 +188,7 @@ def read_rows(pieces, key, row, count, width):
 
 
 def matrix(shape):
-    """A parameter as rows and columns: the first dimension by the others."""
+    """View a parameter as a matrix: the first dimension by all others."""
     return shape[0], math.prod(shape[1:])
 
 
@@ -198,7 +199,7 @@ def shard_shape(whole, partition):
 
 
 def runs(partition, dim, whole):
-    """(position in the shard, position in the whole parameter, length) of consecutive rows (dim 0) or columns (1)."""
+    """Return (position in the shard, in the whole parameter, length) of consecutive rows (dim 0) or columns (1)."""
     if partition is None or partition.dim != dim:
         return [(0, 0, matrix(whole)[dim])]
     position, found = 0, []
@@ -209,7 +210,7 @@ def runs(partition, dim, whole):
 
 
 def shared_runs(source, target, dim, whole, first, last):
-    """(position in the source, position in the target, length) of what both hold, the target's in [first, last)."""
+    """Return (position in the source, in the target, length) of what both hold within [first, last) of the target."""
     for there, whole_there, length_there in runs(source, dim, whole):
         for here, whole_here, length_here in runs(target, dim, whole):
             begin = max(whole_there, whole_here, whole_here + first - here)
@@ -219,7 +220,7 @@ def shared_runs(source, target, dim, whole, first, last):
 
 
 def covered(partition, dim, whole, first, last):
-    """Rows or columns in [first, last) of a shard that are not padding."""
+    """Count the rows or columns in [first, last) of a shard that are not padding."""
     return sum(max(0, min(last, here + size) - max(first, here)) for here, _, size in runs(partition, dim, whole))
 
 
@@ -230,7 +231,7 @@ def read_partition(values):
 
 
 def step_config(step):
-    """The ``Config`` of a step directory, with the model as it is at that step: dense during a dense warm-up."""
+    """Return the ``Config`` of a step directory, with the model as it is at that step: dense in a dense warm-up."""
     config = Config.load(Path(step) / "config.json")
     if config.model.after(0) == config.model:
         return config
@@ -238,7 +239,7 @@ def step_config(step):
 
 
 def full_parameters(step):
-    """(name, whole fp32 tensor) of every parameter of ``step_config``, in the order of the model."""
+    """Yield (name, whole fp32 tensor) of every parameter of ``step_config``, in the order of the model."""
     reader = FragmentReader(step)
     with torch.device("meta"):
         model = build_model(step_config(step).model)

@@ -1,11 +1,10 @@
-"""What a directory of files must contain, to the bit: manifest.json.
+"""manifest.json: what a directory of files must contain, bit for bit.
 
     {"block_bytes": 4194304,
      "files": {NAME: {"bytes": size, "sha256": [hash of each block of the file, in order]}},
      "sha256": hash of the JSON text of "files" with sorted keys and no spaces}
 
-Hashes of blocks say not only that a file is damaged but where. The hash of the list itself tells a damaged list from a
-damaged file.
+Hashes of blocks show where a file is damaged. The hash of the list shows whether the list itself is damaged.
 """
 
 import hashlib
@@ -22,9 +21,9 @@ NO_SUCH_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # oth
 
 
 class HashedFile:
-    """A new file that hashes what it is given: ``with HashedFile(path) as file: file.write(data)``; then ``.entry``.
+    """A new file that hashes what is written: ``with HashedFile(path) as file: file.write(data)``; then ``.entry``.
 
-    The file is on the disk when the block is left. Raises OSError with the path, such as ENOSPC.
+    The file is on the disk when the ``with`` block ends. Raises OSError with the path, such as ENOSPC.
     """
 
     def __init__(self, path):
@@ -61,7 +60,7 @@ class HashedFile:
 
 
 def describe(path, progress=lambda: None):
-    """The manifest's entry for a file as it is now. ``progress`` is called after each block.
+    """Return the manifest's entry for a file as it is now. ``progress`` is called after each block.
 
     Raises OSError with the path.
     """
@@ -86,7 +85,7 @@ def hash_of(entries):
 
 
 def read_entries(directory):
-    """{name: entry} of ``directory``/manifest.json.
+    """Return {name: entry} of ``directory``/manifest.json.
 
     Raises ValueError, naming it, if it is absent or damaged; OSError if it cannot be read.
     """
@@ -106,10 +105,10 @@ def read_entries(directory):
 
 
 def verify(directory, rank=0, world_size=1, progress=lambda: None):
-    """Sentences for whatever in ``directory`` differs from its manifest; each of ``world_size`` ranks reads a share.
+    """Return sentences for whatever in ``directory`` differs from its manifest. Each of ``world_size`` ranks reads a
+    share.
 
-    A file that cannot be read is not called damaged: OSError, with the path, is raised instead. ``progress`` is called
-    after each block.
+    A file that cannot be read is not called damaged: OSError, with the path, is raised instead.
     """
     directory = Path(directory)
     try:
@@ -129,7 +128,7 @@ def verify(directory, rank=0, world_size=1, progress=lambda: None):
 
 
 def is_whole(directory):
-    """Whether all files of a manifest exist with the right sizes; their contents are not read."""
+    """Return whether all files of a manifest exist with the right sizes, without reading them."""
     try:
         entries = read_entries(directory)
         return all((directory / name).stat().st_size == entry["bytes"] for name, entry in entries.items())
@@ -138,7 +137,7 @@ def is_whole(directory):
 
 
 def difference(path, expected, progress=lambda: None):
-    """A sentence that says where the file at ``path`` differs from its entry in the manifest; none if it does not."""
+    """Return a sentence that says where a file differs from its entry in the manifest; None if it does not."""
     found = describe(path, progress)
     if found == expected:
         return []

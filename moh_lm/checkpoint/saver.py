@@ -1,13 +1,13 @@
-"""Checkpoints: complete or absent, verified before they are read, and free of the layout that wrote them.
+"""Checkpoints are complete or absent, verified before they are read, and independent of the layout that wrote them.
 
 docs/checkpoints.md lists their files.
 
 A save takes a snapshot of the optimizer's state, writes it to ``step-N.tmp`` (in the background if asked to), adds the
 manifest, renames the directory to ``step-N``, and replaces ``latest``. Every file is flushed to the disk before the
-rename that makes it count, so a crash at any moment leaves the checkpoints before it as they were.
+rename, so a crash at any moment leaves earlier checkpoints intact.
 
-Only steps that this start has written or verified, and earlier ones whose files have the right sizes, count towards the
-number of steps to keep. Removal begins with a rename, so that half a step never looks like a step.
+Steps to keep are those that this start has written or verified, and earlier ones whose files have the right sizes.
+Removal begins with a rename, so half a step never looks like a step.
 """
 
 import os
@@ -77,10 +77,10 @@ class Saver:
         self.removal = None
 
     def save(self, step, fragments, config, state, tokenizer):
-        """Begin to write step-N. Waits for the previous save, and for this one too unless it runs in the background.
+        """Start writing step-N. Waits for the previous save, and for this one too unless it runs in the background.
 
         fragments: what this rank owns (``Engine.fragments``). state: JSON-able, the same on every rank. tokenizer: path
-        of the SentencePiece model, or None. Raises CheckpointError, which leaves the steps on the disk as they were.
+        of the SentencePiece model, or None. Raises CheckpointError and then leaves earlier steps untouched.
         """
         self.finish()
         self.started = time.perf_counter()
@@ -102,7 +102,7 @@ class Saver:
             self.finish()
 
     def snapshot(self, tensors):
-        """Copies of ``tensors`` in CPU memory that later saves reuse."""
+        """Copy ``tensors`` to CPU memory that later saves reuse."""
         for key, tensor in tensors.items():
             if key not in self.buffers:
                 self.buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -112,11 +112,11 @@ class Saver:
         return self.buffers
 
     def writing(self):
-        """Whether this rank still writes."""
+        """Return whether this rank is still writing."""
         return self.pending is not None and self.pending.is_alive()
 
     def finish(self):
-        """Wait for the files of all ranks and make the step count; returns its directory, or None if there is none."""
+        """Wait for the files of all ranks and publish the step. Returns its directory, or None if there is none."""
         if self.pending is None:
             return None
         written, self.pending = self.pending, None
@@ -142,7 +142,7 @@ class Saver:
         return final
 
     def commit(self, temporary, final, entries):
-        """Write the manifest, rename, update ``latest`` and remove old steps; returns problems. Rank 0 only."""
+        """Write the manifest, rename, update ``latest`` and remove old steps. Returns problems. Rank 0 only."""
         try:
             write_manifest(temporary, entries)
             replaced = [discard(final)] if os.path.lexists(final) else []  # put there by somebody else
@@ -171,8 +171,7 @@ class Saver:
         self.removal.start()
 
     def make_room(self, temporary, need):
-        """Remove leftovers and make the directory to write to; returns problems if ``need`` bytes do not fit. Rank 0
-        only."""
+        """Remove leftovers and create the directory; returns problems if ``need`` bytes do not fit. Rank 0 only."""
         if self.removal is not None:
             self.removal.join()
         try:
@@ -189,14 +188,14 @@ class Saver:
         return []
 
     def refuse(self, error, problems):
-        """Raise ``error`` on every rank if any rank has problems; its text ends with the step to resume from."""
+        """Raise ``error`` on every rank if any rank has problems; it also names the step to resume from."""
         problems = problems_of_all_ranks(problems)
         if problems:
             newest = self.newest()
             raise error([f"{problem}; {newest}" for problem in problems])
 
     def newest(self):
-        """A phrase that names the step to resume from."""
+        """Return a phrase that names the step to resume from."""
         try:
             steps = on_rank_zero(lambda: [str(step) for step in list_steps(self.directory)])
         except ConfigError as error:
@@ -211,7 +210,7 @@ class Saver:
 
 
 def not_finite(step, fragments):
-    """A sentence if a tensor of the ``fragments`` holds NaN or infinity."""
+    """Return a sentence if a tensor of the ``fragments`` holds NaN or infinity."""
     names = [f"{kind} of {fragment.name}" for fragment in fragments for kind in fragment.tensors]
     tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
     if not tensors:
@@ -223,16 +222,14 @@ def not_finite(step, fragments):
 
 
 def are_finite(tensors):
-    """Whether each of ``tensors`` is finite, bool [tensors], on the device of the first one.
-
-    The tensors may lie on several devices: frozen or offloaded ones are in CPU memory, the biases of routers never are.
-    """
+    """Return whether each of ``tensors`` is finite, bool [tensors], on the device of the first one. Other tensors may
+    be elsewhere: frozen or offloaded ones are in CPU memory."""
     bounds = [torch.stack(tensor.detach().aminmax()) for tensor in tensors]  # NaN comes through
     return torch.stack([pair.to(bounds[0].device) for pair in bounds]).isfinite().all(1)
 
 
 def needed_bytes(fragments, tokenizer):
-    """An upper limit for the bytes of a checkpoint: the files of all ranks, and the tokenizer that rank 0 writes."""
+    """Return an upper limit for the bytes of a checkpoint: the files of all ranks, and the tokenizer of rank 0."""
     owned = [tensor for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()]
     files = tokenizer_files(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else []
     sizes = [path.stat().st_size for path in files] + [tensor.nbytes for tensor in owned]
@@ -240,10 +237,8 @@ def needed_bytes(fragments, tokenizer):
 
 
 def check_space(directory, fragments, tokenizer):
-    """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists.
-
-    It is raised as well if a rank cannot write there.
-    """
+    """Raise ConfigError unless every rank can write there and there is room for two more checkpoints, or for one beside
+    one that exists."""
     need = needed_bytes(fragments, tokenizer)
     steps, free = on_rank_zero(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
@@ -257,7 +252,7 @@ def check_space(directory, fragments, tokenizer):
 
 
 def write_a_byte(directory):
-    """Raise OSError, with the path, if no file can be written in ``directory``. No file remains."""
+    """Raise OSError, with the path, if no file can be written in ``directory``. Leaves no file."""
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             file.write(b"0")
@@ -266,10 +261,8 @@ def write_a_byte(directory):
 
 
 def find_step(path):
-    """The step directory that ``path`` names, or the newest step of the run directory ``path``. Its files are verified.
-
-    Raises ConfigError if there is none, or with the name of a file that is damaged or cannot be read.
-    """
+    """Return the step directory at ``path``, or the newest step of the run directory ``path``, after verifying its
+    files. Raises ConfigError if there is none, or if a file is damaged or cannot be read."""
     path = Path(path)
     try:
         steps = [path] if STEP_NAME.fullmatch(path.name) else list_steps(path / "checkpoints")

@@ -36,7 +36,7 @@ class Writing(threading.Thread):
 
 
 def describe_failure(error, directory, need):
-    """A sentence with the file, the reason, and the sizes."""
+    """Return a sentence with the file, the reason, and the sizes."""
     reason, free = (error.strerror or str(error)).lower(), free_bytes(directory)
     return (
         f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free:,} are left; "
@@ -45,14 +45,14 @@ def describe_failure(error, directory, need):
 
 
 def rank_0_files(step, config, state, tokenizer):
-    """{name: content} of the files that are the same for all ranks."""
+    """Return {name: content} of the files that are the same for all ranks."""
     files = {"config.json": json_bytes(config.to_dict()), "state.json": json_bytes({"step": step, **state})}
     paths = tokenizer_files(Path(tokenizer).parent) if tokenizer else ()
     return files | {path.name: path.read_bytes() for path in paths}
 
 
 def free_bytes(directory):
-    """Free bytes of the file system of ``directory``, which need not exist yet."""
+    """Return the free bytes of the file system of ``directory``, which need not exist yet."""
     path = Path(directory)
     while not path.exists():
         path = path.parent

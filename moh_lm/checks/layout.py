@@ -69,7 +69,7 @@ def pipeline_problems(config):
         found.append("--offload-optimizer: not together with a pipeline; choose --pipeline-parallel-size 1")
     if pp > config.model.num_layers:
         found.append(
-            f"--pipeline-parallel-size {pp}: is more stages than decoder layers; choose at most "
+            f"--pipeline-parallel-size {pp}: there are more stages than decoder layers; choose at most "
             f"--num-layers {config.model.num_layers}"
         )
     return found

@@ -9,9 +9,9 @@ from moh_lm.model.initial_gates import gates_of_one, layer_gates
 
 # Options that do not suit a routing form, and why.
 SIGN = "selects every head with a score above 0"
-CLOSES = "has gates that it would close: it is least where every score is - ln E"
+CLOSES = "has gates that this loss would close, since it is smallest where every score is -ln E"
 ALONE = {
-    "routing_top_p": "has gates that do not compete, so that they do not say how sure it is",
+    "routing_top_p": "has gates that do not compete, so they do not show how certain the router is",
     "router_z_loss": CLOSES,
 }
 REFUSED = {
@@ -24,8 +24,8 @@ REFUSED = {
         "router_gumbel_noise": SIGN,
     },
     "query_norm": {
-        "routing_top_p": "divides its scores by their deviation, so that its probabilities do not say how sure it is",
-        "router_z_loss": "divides its scores by their deviation, so that nothing can make them small",
+        "routing_top_p": "divides scores by their deviation, so probabilities do not show how certain the router is",
+        "router_z_loss": "divides its scores by their deviation, so no loss can make them small",
     },
 }
 
@@ -83,7 +83,7 @@ def form_problems(heads, post_norm=False):
     if post_norm and heads.routing == "relu":
         found.append(f"{given}: its gates begin at 1 for normalised inputs; --post-norm has none, leave one flag out")
     if heads.gate_width and heads.routing == "query_norm":
-        found.append(f"--gate-width {heads.gate_width}: {given} reads queries, by no weights; leave it out")
+        found.append(f"--gate-width {heads.gate_width}: {given} reads queries and has no router weights; leave it out")
     if heads.routing_dtype != "fp32" and heads.routing == "relu":
         found.append(f"--routing-dtype {heads.routing_dtype}: {given} ranks nothing; leave it out")
     return found
@@ -93,7 +93,7 @@ def group_problems(model):
     """What heads that are chosen inside their key/value groups contradict."""
     if not model.chooses_in_groups:
         return []
-    given, heads, fixed = "--routing-unit head_in_group", model.heads, "every token uses as many heads of a group"
+    given, heads, fixed = "--routing-unit head_in_group", model.heads, "every token uses as many heads of each group"
     found = attention.refusals(
         given,
         (

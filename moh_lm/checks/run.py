@@ -168,7 +168,7 @@ def kernel_problems(config):
 
 
 def fused_router_problems(heads):
-    """What the kernels of --fused-router do not compute."""
+    """Name what the kernels of --fused-router do not compute."""
     refused = {
         "--head-selection": heads.head_selection != "mixture" and heads.head_selection,
         "--routing": heads.routing not in FUSED and heads.routing,

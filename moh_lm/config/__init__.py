@@ -1,15 +1,14 @@
 """Configuration: what a run is, in eight small dataclasses.
 
-The whole run of any task is in task.py, with the sections that all tasks share in run.py and heads.py; what language
-models have is in text.py and model.py, what image models have in moh_lm/vision/config.py.
+task.py has the run of any task, run.py and heads.py the sections that all tasks share. text.py and model.py add what
+language models need, moh_lm/vision/config.py what image models need.
 
 A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
-from the fields, so names are unique over all sections. Values that follow from others (the head dimension, one head
-budget per layer, the number of iterations) are filled in as resolve.py says when a configuration is made: what the
-program sees is always resolved.
+from the fields, so names are unique over all sections. Values that follow from others, such as the head dimension, are
+filled in by resolve.py when a configuration is made, so the program only sees resolved configurations.
 
-Checks return sentences instead of raising: each gives the key, the value, what is allowed and the remedy, and all of
-them are shown at once, before any process group is opened. This package needs the standard library only.
+Checks return sentences instead of raising. Each gives the key, the value, what is allowed and the remedy, and all of
+them are shown at once. This package needs only the standard library.
 """
 
 from moh_lm.config.fields import ConfigError, flag, option, raise_any, walk

@@ -1,12 +1,12 @@
-"""What every section of the configuration is made of: fields that say themselves what they mean, and their names."""
+"""The parts of every section of the configuration: fields that document themselves, and their names."""
 
 from dataclasses import field, fields, is_dataclass
 
 
 class ConfigError(Exception):
-    """What the user has to fix; ``problems`` holds one sentence each. Programs print them and exit with code 2.
+    """Errors that the user has to fix, one sentence each in ``problems``. Programs print them and exit with code 2.
 
-    local_rank: of the first rank on a node that sees them, which says so.
+    local_rank: the first rank on a node that sees them; it prints them.
     """
 
     def __init__(self, problems: list[str], local_rank: int = 0):
@@ -16,23 +16,23 @@ class ConfigError(Exception):
 
 
 def raise_any(problems: list[str]):
-    """Raise ConfigError with these ``problems``, if there is one."""
+    """Raise ConfigError with these ``problems`` if there are any."""
     if problems:
         raise ConfigError(problems)
 
 
 def option(default, help, **metadata):
-    """A dataclass field with its help; moh_lm.flags reads choices, binary, duration, metavar and replaces."""
+    """Return a dataclass field with its help. moh_lm.flags reads choices, binary, duration, metavar and replaces."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
 def text_option(default, help, **metadata):
-    """A field that language models alone have, in a section that all tasks share."""
+    """Return a field that only language models have, in a section that all tasks share."""
     return option(default, help, text_only=True, **metadata)
 
 
 def walk(section):
-    """(section, field) for every leaf field below ``section``, in order."""
+    """Yield (section, field) for every leaf field below ``section``, in order."""
     for entry in fields(section):
         value = getattr(section, entry.name)
         if is_dataclass(value):
@@ -42,7 +42,7 @@ def walk(section):
 
 
 def build(section_type, values):
-    """A section, and the sections in it, from a flat mapping of field names."""
+    """Build a section, including nested ones, from a flat mapping of field names."""
     arguments = {}
     for entry in fields(section_type):
         if is_dataclass(entry.type):
@@ -53,7 +53,7 @@ def build(section_type, values):
 
 
 def as_tuples(value):
-    """JSON has lists only; fields hold tuples."""
+    """Convert lists to tuples: JSON only has lists, fields hold tuples."""
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 

@@ -1,4 +1,4 @@
-"""Which heads a token uses: the section of the configuration, and what follows from it for each layer."""
+"""Which heads a token uses: this section of the configuration, and what follows from it for each layer."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -87,46 +87,46 @@ class HeadsConfig:
 
 
 class HeadsOfLayers:
-    """What a model says of the heads of its layers. Subclasses have ``heads``, ``num_layers``, ``head_counts`` (one
-    number for all layers, or one each), ``routed_layer(layer)`` and ``derived()``.
+    """The heads of a model's layers. Subclasses define ``heads``, ``num_layers``, ``head_counts`` (one number for all
+    layers, or one per layer), ``routed_layer(layer)`` and ``derived()``.
 
-    heads_per_expert: heads that a router selects together. width_ratio: see ``ModelConfig``.
+    heads_per_expert: number of heads that a router selects together. width_ratio: see ``ModelConfig``.
     """
 
     heads_per_expert, width_ratio = 1, 1.0
 
     def __post_init__(self):
-        """Take over what ``derived`` says. Here, so that every model is whole, also one that ``replace`` makes."""
+        """Set the values of ``derived``, for every new model and for copies made with ``replace``."""
         for name, value in self.derived().items():
             object.__setattr__(self, name, value)
 
     def derived(self):
-        """{field: value} of what follows from other fields."""
+        """Return {field: value} of what follows from other fields."""
         return {}
 
     def after(self, step):
-        """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
+        """Return the model after ``step`` iterations: with all heads during the dense warm-up of a mixture."""
         warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
         return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
 
     def active_heads(self, layer):
-        """Heads of ``layer`` that a token uses."""
+        """Return the number of heads in ``layer`` that a token uses."""
         if self.heads.head_selection == "all":
             return self.head_counts[layer if len(self.head_counts) > 1 else 0]
         return self.heads.num_shared_heads[layer] + self.heads.num_active_routed_heads[layer]
 
     def active_share(self):
-        """Share of the heads of all layers that a token uses, at most."""
+        """The share of all heads that a token uses at most."""
         active = sum(map(self.active_heads, range(self.num_layers)))
         return active * len(self.head_counts) / (self.num_layers * sum(self.head_counts))
 
     def gated_layers(self):
-        """A ``RoutedLayer`` for every layer that gives its heads gates, in order: all of a mixture."""
+        """A ``RoutedLayer`` for every layer with gates, in order."""
         mixture = self.heads.head_selection == "mixture"
         return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
 
     def routed_layers(self):
-        """The ``gated_layers`` with routed heads, whose load they balance."""
+        """The ``gated_layers`` that have routed heads, and so a load to balance."""
         return [layer for layer in self.gated_layers() if layer.num_routed]
 
 
@@ -134,19 +134,19 @@ BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # of HeadsConfig: a n
 TWO_STAGE = ("paper", "paper_scaled", "released")  # forms of routing with a1 and a2
 GATED = ("sigmoid", "softplus")  # those that --head-selection gated may have
 FUSED = ("sigmoid", "paper", "paper_scaled", "released")  # those that --fused-router computes
-SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
-TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
+SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: implied by the budgets of the layers
+TRAINING_ONLY = (  # of HeadsConfig: without effect on the trained function
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
     "router_gumbel_noise", "dense_warmup_iters",
 )  # fmt: skip
 
 
 class RoutedLayer(NamedTuple):
-    """What a layer of a mixture routes: its number, and its numbers of experts, which are heads or groups of them.
+    """The routing of one layer of a mixture: its index, and its numbers of experts, which are heads or groups of heads.
 
-    With ``top_p``, num_active is the most that a token selects; ``by_sign``, what tokens select on average. stride:
-    tokens of the first layer for each of this one; a later stage of an image model has fewer. groups: of experts that
-    compete, each with as many shared ones in front and as many that are selected; ordinarily all compete.
+    num_active: the number of experts that a token selects; with ``top_p`` the largest, ``by_sign`` the mean number.
+    stride: tokens of the first layer per token of this one; later stages of image models have fewer tokens. groups:
+    number of groups of experts that compete among themselves, each with its own share of shared and selected experts.
     """
 
     index: int
@@ -160,28 +160,28 @@ class RoutedLayer(NamedTuple):
     groups: int = 1
 
     def of_group(self):
-        """The same of one of the groups."""
+        """The routing within one of the groups."""
         numbers = ("num_shared", "num_routed", "num_active")
         return self._replace(groups=1, **{name: getattr(self, name) // self.groups for name in numbers})
 
     @property
     def routed_numbers(self):
-        """Numbers of the routed experts among all of the layer."""
+        """The indices of the routed experts among all experts of the layer."""
         one = self.of_group()
         size = one.num_shared + one.num_routed
         return [first + i for first in range(0, size * self.groups, size) for i in range(one.num_shared, size)]
 
     @property
     def varies(self):
-        """Whether a token selects more experts than another."""
+        """Whether tokens may select different numbers of experts."""
         return self.by_sign or self.top_p is not None
 
     @property
     def uniform_load(self):
-        """The share of the tokens that each routed expert has if all have the same; 0 without routed experts."""
+        """The share of tokens that select a routed expert if all are selected equally; 0 without routed experts."""
         return self.num_active / self.num_routed if self.num_routed else 0.0
 
     @property
     def unit(self):
-        """What an expert is called."""
+        """The name of an expert."""
         return "head" if self.heads_per_expert == 1 else "group"

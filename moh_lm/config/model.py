@@ -1,4 +1,4 @@
-"""The section of the configuration that says what the model is: its sizes, its attention and its positions."""
+"""The model section of the configuration: sizes, attention and positions."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +13,7 @@ OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a 
 class ModelConfig(HeadsOfLayers):
     """model: shape of the decoder (defaults: LLM-S of the paper)"""
 
-    # num_attention_heads and num_key_value_heads are one number where it is that of all layers; see ``of_layer``.
+    # num_attention_heads and num_key_value_heads are one number if all layers have it; see ``of_layer``.
 
     num_layers: int = option(12, "decoder layers")
     hidden_size: int = option(768, "width of the residual stream")
@@ -99,37 +99,36 @@ class ModelConfig(HeadsOfLayers):
 
     @property
     def head_counts(self):
-        """Query heads: one number for all layers, or one per layer."""
+        """Number of query heads: one number for all layers, or one per layer."""
         value = self.num_attention_heads
         return value if isinstance(value, tuple) else (value,)
 
     def of_layer(self, layer):
-        """The model with the heads of this layer in all layers."""
+        """Return the model with the heads of this layer in all layers."""
         several = {key: getattr(self, key) for key in OF_LAYERS if isinstance(getattr(self, key), tuple)}
         return replace(self, **{key: values[layer] for key, values in several.items()}) if several else self
 
     def widths_of_heads(self):
-        """The width of each head of a layer. Call it on what ``of_layer`` returns."""
+        """The width of each head of a layer. Call it on the result of ``of_layer``."""
         return self.head_dims or (self.head_dim,) * self.num_attention_heads
 
     @property
     def rotary_dim(self):
-        """How many features of a head, the widest one, rotary positions may turn."""
+        """The number of features of the widest head that rotary positions may rotate."""
         return self.qk_rope_head_dim if self.attention == "latent" else self.head_dim
 
     @property
     def query_dim(self):
-        """Features of a head's query, and of its key."""
+        """The number of features of a head's query and key."""
         return self.head_dim + self.qk_rope_head_dim if self.attention == "latent" and self.head_dim else self.head_dim
 
     @property
     def width_ratio(self):
-        """W / d of docs/training.md, by which --base-width W scales a model of the width d."""
+        """W / d of docs/training.md, by which --base-width W scales a model of width d."""
         return self.base_width / self.hidden_size
 
     def always_on_heads(self, layer):
-        """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones. None where
-        they are at the front of every key/value group."""
+        """Return how many leading heads of ``layer`` are always on; None if they lead every key/value group."""
         heads = self.heads
         if heads.head_selection == "all" or self.chooses_in_groups:
             return 0
@@ -137,7 +136,7 @@ class ModelConfig(HeadsOfLayers):
         return heads.num_shared_heads[layer] + routed
 
     def numbers_always_on(self, layer):
-        """Numbers of the heads of ``layer`` that are always on."""
+        """Return the indices of the heads of ``layer`` that are always on."""
         if not self.chooses_in_groups:
             return [*range(self.always_on_heads(layer))]
         routed = {*self.routed_layer(layer).routed_numbers}
@@ -145,22 +144,22 @@ class ModelConfig(HeadsOfLayers):
 
     @property
     def chooses_in_groups(self):
-        """Whether a token uses as many heads in every key/value group, chosen among those of the group."""
+        """Whether a token chooses the same number of heads within every key/value group."""
         return self.heads.head_selection == "mixture" and self.heads.routing_unit == "head_in_group"
 
     @property
     def heads_per_expert(self):
-        """Heads that a router selects together: one, or all that share a key/value head."""
+        """The number of heads that a router selects together: one, or all that share a key/value head."""
         return self.queries_per_key if self.heads.routing_unit == "key_value_group" else 1
 
     @property
     def queries_per_key(self):
-        """Query heads that share a key/value head, in every layer."""
+        """The number of query heads that share a key/value head, in every layer."""
         first = self.of_layer(0)
         return first.num_attention_heads // first.num_key_value_heads
 
     def routed_layer(self, index):
-        """The ``RoutedLayer`` of a layer of a mixture."""
+        """Return the ``RoutedLayer`` of a layer of a mixture."""
         size, shared = self.heads_per_expert, self.heads.num_shared_heads[index]
         active, routed = self.heads.num_active_routed_heads[index], self.of_layer(index).num_attention_heads - shared
         by_sign = self.heads.routing == "relu"
@@ -169,7 +168,7 @@ class ModelConfig(HeadsOfLayers):
         return RoutedLayer(index, *budget, size, self.heads.routing_top_p, by_sign, groups=groups)
 
     def own_keys(self, layer):
-        """Whether routed heads of ``layer`` see the tokens only that select them."""
+        """Return whether routed heads of ``layer`` see only the tokens that select them."""
         heads = self.heads
         if heads.head_selection != "mixture" or heads.routed_keys != "selected":
             return False

@@ -1,7 +1,7 @@
-"""Sizes from 100K to 1B parameters, by one formula: what --preset N sets, and the rungs of launch/ladder.sh.
+"""Sizes from 100K to 1B parameters by one formula, for --preset N and the rungs of launch/ladder.sh.
 
-N counts the parameters of the blocks, which do most of the work: 12 d^2 in a layer of the width d. Embedding and output
-head come on top. A value that is given by a flag stays, and those below it follow from it.
+N counts the parameters of the blocks, 12 d^2 in a layer of width d, without embedding and output head. A value given by
+a flag is kept, and the values below follow from it.
 
     width d            128 (N / 1M)^0.4, in steps of 16, of 64 from 1M on, of 256 from 30M on: depth and width grow
                        together, from 12 columns per layer to 102; in GPT-3's family, from 64 to 85 (Brown et al. 2020)
@@ -27,12 +27,12 @@ SIZES = ("100K", "300K", "1M", "3M", "10M", "30M", "100M", "300M", "1B")
 
 
 def parameters(size):
-    """N of "30M" and the like."""
+    """Return the number N that "30M" and the like stand for."""
     return int(size[:-1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[size[-1]]
 
 
 def preset(size, given):
-    """{field: value} of what ``size`` sets and ``given``, {field: value}, does not."""
+    """Return {field: value} of what ``size`` sets, except for the fields in ``given``."""
     n, values = parameters(size), dict(given)
     scale, choose = n / 1e6, values.setdefault
     unit, head = (16, 8) if scale < 1 else (64, 32) if scale < 30 else (256, 64)

@@ -1,7 +1,6 @@
-"""Values that follow from others, where they were not given: None and () stand for "not given".
+"""Fills in values that follow from others and were not given; None and () mean "not given".
 
-The help of a field promises what it is by default; these functions keep the promise. They take what was given and
-return what a configuration then holds, and change nothing themselves.
+The functions compute the defaults that the help of each field promises, and change nothing themselves.
 """
 
 import math
@@ -12,7 +11,7 @@ from moh_lm.config.heads import GATED
 
 
 def model_values(model):
-    """{field: value} of what is filled in, or written in its shortest form, in a ``ModelConfig``."""
+    """Return {field: value} of what is filled in or shortened in a ``ModelConfig``."""
     layers, queries = model.num_layers, model.num_attention_heads
     queries = one_number(queries, layers) if queries not in (None, ()) else 0
     keys = one_number(model.num_key_value_heads, layers) if model.num_key_value_heads not in (None, ()) else queries
@@ -31,19 +30,19 @@ def model_values(model):
 
 
 def one_number(value, num_layers):
-    """A number for a tuple of one number per layer if it is that of all layers; else ``value``."""
+    """Return one number for a tuple of equal numbers, one per layer; else ``value``."""
     equal = isinstance(value, tuple) and len({*value}) == 1 and len(value) in (1, num_layers)
     return value[0] if equal else value
 
 
 def heads_of_a_key(queries, keys):
-    """Query heads that share a key/value head, in the first layer."""
+    """Return the number of query heads that share a key/value head in the first layer."""
     queries, keys = (value[0] if isinstance(value, tuple) else value for value in (queries, keys))
     return queries // max(1, keys) or 1
 
 
 def by_layer(value, num_layers):
-    """A value for each layer, if one is given for all of them."""
+    """Return a value for each layer, if one was given for all of them."""
     return value * num_layers if len(value) == 1 else value
 
 
@@ -52,7 +51,7 @@ def or_else(value, default):
 
 
 def width_of_head(model, most_heads):
-    """--head-dim; None where the heads do not divide the width."""
+    """Return --head-dim; None if the heads do not divide the width."""
     if model.head_dim is not None:
         return model.head_dim
     if model.head_dims:
@@ -68,10 +67,11 @@ def latent_sizes(model, head_dim):
 
 
 def with_budgets(heads, counts, num_layers, group):
-    """A ``HeadsConfig`` with a number of shared and of routed heads for each layer: by default half, and a quarter.
+    """Return a ``HeadsConfig`` with the numbers of shared and routed heads of each layer: by default half and a
+    quarter.
 
-    Where groups of heads are routed, both are whole groups. counts: heads, one number or one per layer. group: heads
-    that share a key/value head.
+    If groups of heads are routed, both are whole groups. counts: heads, one number or one per layer. group: number of
+    heads that share a key/value head.
     """
     if heads.head_selection == "gated":
         heads = gated_mixture(heads, counts)
@@ -87,8 +87,8 @@ def with_budgets(heads, counts, num_layers, group):
 
 
 def default_budget(heads, number, group):
-    """(shared heads, routed heads per token) of a layer with so many heads: half and a quarter, where two experts are
-    left to choose from among groups, or inside of each."""
+    """Return (shared heads, routed heads per token) of a layer: half and a quarter, if that leaves a choice between two
+    experts or more."""
     mixture, unit = heads.head_selection == "mixture", 1
     if mixture and heads.routing_unit == "head_in_group":
         size = max(1, group)  # of what is chosen from, in each of number // size groups
@@ -101,8 +101,8 @@ def default_budget(heads, number, group):
 
 
 def gated_mixture(heads, counts):
-    """--head-selection gated, as it is kept: a mixture whose heads are all shared has the same gates and the same
-    parameters, so that its files need no name of their own. Raises ConfigError for what contradicts it."""
+    """Return --head-selection gated as a mixture in which all heads are shared. Gates and parameters are the same, so
+    files need no other form. Raises ConfigError if other settings contradict it."""
     if heads.routing not in GATED:
         given = f"--head-selection gated: contradicts --routing {heads.routing}, since its gates"
         raise ConfigError([f"{given} are those of sigmoid or softplus; add --routing sigmoid"])
@@ -114,14 +114,14 @@ def gated_mixture(heads, counts):
 
 
 def spread_budget(heads, numbers, group, shared, tp=1, cp=1):
-    """{field of HeadsConfig: a number per layer} of --head-budget B and --head-budget-slope S.
+    """Return {field of HeadsConfig: a number per layer} for --head-budget B and --head-budget-slope S; {} if
+    moh_lm.checks would refuse them.
 
-    The share of layer l of L is B + S (l / (L - 1) - 1/2). Whole heads, or groups of them, come as near as they can to
-    the sum of the shares so far; then they are sorted, since rounding leaves a few out of order. Heads that are always
-    on come in what each of the tensor-parallel and context-parallel ranks can hold, unless ``shared`` gives their
-    numbers. {} where the shares, or the heads, are none that moh_lm.checks lets pass.
+    The share of layer l of L is B + S (l / (L - 1) - 1/2). Numbers of whole heads, or groups, follow the running sum of
+    the shares and are then sorted, since rounding leaves a few out of order. Unless ``shared`` gives them, always-on
+    heads come in multiples that tensor-parallel and context-parallel ranks can split.
 
-    numbers: heads of each layer. group: of them that share a key/value head.
+    numbers: heads of each layer. group: number of heads that share a key/value head.
     """
     layers = len(numbers)
     if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and min(numbers, default=0) >= 1):
@@ -146,7 +146,7 @@ def spread_budget(heads, numbers, group, shared, tp=1, cp=1):
 
 
 def heads_together(heads, number, group, tp, cp):
-    """(in what multiples a token uses heads, in what multiples heads are always on) in a layer of ``number`` heads."""
+    """Return the multiples in which a layer of ``number`` heads uses heads, and in which heads are always on."""
     if heads.routing_unit == "head_in_group" and heads.head_selection == "mixture":
         return (max(1, number // group),) * 2  # as many in every group
     unit = step = group if heads.routing_unit == "key_value_group" else 1
@@ -156,13 +156,13 @@ def heads_together(heads, number, group, tp, cp):
 
 
 def spread_over_ranks(model, shared, tp, cp):
-    """``spread_budget`` for ranks that share layers (tp) and sequences (cp)."""
+    """Return the ``spread_budget`` for ranks that share layers (tp) and sequences (cp)."""
     group = heads_of_a_key(model.num_attention_heads, model.num_key_value_heads)
     return spread_budget(model.heads, by_layer(model.head_counts, model.num_layers), group, shared, tp, cp)
 
 
 def run_values(run):
-    """{field: value} of the budget of a ``RunConfig``, in iterations and in tokens: each follows from the other."""
+    """Return {field: value} of a ``RunConfig``'s budget, in iterations and in tokens, each from the other."""
     iterations, tokens = run.train_iters, run.train_tokens
     if iterations is None and tokens is not None and run.tokens_per_iteration > 0:
         iterations = math.ceil(tokens / run.tokens_per_iteration)

@@ -1,11 +1,11 @@
-"""The sections of the configuration that say how a model is trained, whatever it is: layout, optimizer, reliability."""
+"""The sections of the configuration for training any model: layout, optimizer, reliability, alarms."""
 
 import math
 from dataclasses import dataclass
 
 from moh_lm.config.fields import option, text_option
 
-REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
+REDUCE_BUCKET = 500_000_000  # most gradients that DeepSpeed sums over the ranks at once
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ParallelConfig:
     offload_optimizer: bool = option(False, "keep the optimizer states in CPU memory and run the optimizer there")
 
     def ranks_of_a_sequence(self):
-        """Ranks that read the same samples."""
+        """The number of ranks that read the same samples."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
 
@@ -90,15 +90,14 @@ class OptimizerConfig:
     )
 
     def decay(self, train_iters):
-        """Iterations of the decay of wsd."""
+        """Return the number of decay iterations of wsd."""
         return math.ceil(train_iters / 10) if self.decay_iters is None else self.decay_iters
 
 
 @dataclass(frozen=True)
 class RunBase:
-    """What the run of every task has. Subclasses say ``global_batch_size``, the samples of an iteration over all ranks,
-    and ``batch_given``, the flag that it follows from.
-    """
+    """The run section of every task. Subclasses define ``global_batch_size``, the samples per iteration over all ranks,
+    and ``batch_given``, the flag that it follows from."""
 
     micro_batch_size: int = option(1, "sequences per rank in one forward pass")
     train_iters: int | None = option(
@@ -139,7 +138,7 @@ class RunBase:
 
     @property
     def profiled_steps(self):
-        """The steps of --profile, a range; empty without any. Raises ValueError."""
+        """Return the steps of --profile as a range, empty without it. Raises ValueError."""
         first, _, last = self.profile.partition(":")
         return range(int(first), int(last) + 1) if self.profile else range(0)
 

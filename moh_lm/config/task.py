@@ -1,4 +1,4 @@
-"""The configuration of a run of any task: its sections, its file, and what a run asks of it whatever is trained."""
+"""The configuration of a run of any task: its sections, its file, and what the run needs from it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,8 @@ UNNAMED = "moh_lm.pretrain"  # the command of a run whose config.json names none
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A whole run. The sections ``model``, ``data`` and ``run`` are those of a subclass, as is ``seq_length``: the
-    tokens of a sample. The data have ``data_dir`` and ``allow_data_change``.
+    """A whole run. Subclasses define the sections ``model``, ``data`` (with ``data_dir`` and ``allow_data_change``) and
+    ``run``, and ``seq_length``, the number of tokens of a sample.
 
     program, about          its command, and how --help begins
     presets, of_presets     names for --preset, and what it sets, in words
@@ -38,20 +38,20 @@ class TaskConfig:
 
     @staticmethod
     def hides(entry):
-        """Whether a field is not for this task: it keeps its default, and --help leaves it out."""
+        """Return whether this task hides a field from --help and keeps its default."""
         return False
 
     @classmethod
     def preset(cls, name, given):
-        """{field: value} of what the preset ``name`` sets and ``given``, {field: value}, does not."""
+        """Return {field: value} of what the preset ``name`` sets, except for the fields in ``given``."""
         return {key: value for key, value in cls.presets[name].items() if key not in given}
 
     def idle_fields(self):
-        """{what of this run makes no use of them, in words: [fields]}, beside those of heads and optimizer."""
+        """Return {reason: [fields]} of settings without effect on this run, beside those of heads and optimizer."""
         return {}
 
     def decay_begins(self):
-        """The first sample that is read with other data than those before it; None if they stay the same."""
+        """Return the first sample that is read with a new data mix; None if the mix never changes."""
         return None
 
     @property
@@ -65,23 +65,23 @@ class TaskConfig:
         return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
 
     def to_dict(self):
-        """Every field under its own name, sections joined: the content of config.json."""
+        """Return every field under its own name, without sections: the content of config.json."""
         return {entry.name: getattr(section, entry.name) for section, entry in walk(self)}
 
     @classmethod
     def from_dict(cls, values):
-        """The inverse of ``to_dict``; keys that are absent keep their defaults. Raises ConfigError for unknown keys."""
+        """Invert ``to_dict``. Absent keys keep their defaults. Raises ConfigError for unknown keys."""
         known = {entry.name for _, entry in walk(cls())}
         raise_any([f"config key {key!r} is unknown: remove it" for key in values if key not in known])
         return build(cls, values).resolved()
 
     def resolved(self):
-        """This configuration, with the values that one section derives from another."""
+        """Return this configuration with the values that one section derives from another."""
         return self
 
     @classmethod
     def load(cls, path):
-        """The configuration in a config.json. Raises ConfigError if the file is absent or not such a file."""
+        """Read a config.json. Raises ConfigError if the file is absent or invalid."""
         try:
             values = parse_json(Path(path).read_text(encoding="utf-8"))
             if not isinstance(values, dict):

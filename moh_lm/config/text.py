@@ -39,7 +39,7 @@ class DataConfig:
 
     @property
     def length_warmup(self):
-        """(length, iterations) of --seq-length-warmup, if it is given. Raises ValueError."""
+        """The (length, iterations) of --seq-length-warmup. Raises ValueError if it is absent or malformed."""
         length, _, iterations = self.seq_length_warmup.partition(":")
         return int(length), int(iterations)
 
@@ -85,7 +85,7 @@ class RunConfig(RunBase):
 
     @property
     def global_batch_size(self):
-        """Sequences per iteration over all ranks."""
+        """The number of sequences per iteration over all ranks."""
         return self.batch_tokens // max(1, self.seq_length)
 
     @property
@@ -121,7 +121,7 @@ class Config(TaskConfig):
         return self.run.seq_length
 
     def length_at(self, samples):
-        """Tokens of the parts into which the step after so many samples cuts its sequences; see --seq-length-warmup."""
+        """Return the length of the parts in the step after ``samples`` samples; see --seq-length-warmup."""
         whole = self.run.seq_length
         if not self.data.seq_length_warmup:
             return whole
@@ -147,7 +147,7 @@ class Config(TaskConfig):
         }
 
     def decay_begins(self):
-        """The first sample of --decay-mix; None without one."""
+        """Return the first sample of --decay-mix; None without one."""
         if not self.data.decay_mix or self.optimizer.schedule != "wsd" or self.run.train_iters is None:
             return None
         stable = self.run.train_iters - self.optimizer.decay(self.run.train_iters)
@@ -162,7 +162,7 @@ class Config(TaskConfig):
         return super().from_dict(values)
 
     def resolved(self):
-        """This configuration, with the budget in iterations and in tokens, and the windows of --window-strategy."""
+        """Return this configuration with its budget in iterations and tokens, and the windows of --window-strategy."""
         model, run = self.model, replace(self.run, **run_values(self.run))
         if run.window_strategy == "sequence" and not any(model.window):
             model = replace(model, window=(self.half_window(),))

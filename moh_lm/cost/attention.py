@@ -1,8 +1,7 @@
-"""What an attention layer costs: multiplications, bytes of the backward pass, and what a cache of it keeps and reads.
+"""The cost of an attention layer: multiplications, bytes kept for the backward pass, and the size of its cache.
 
-All of it follows from the ``ModelConfig``. Pipeline stages, FLOPs, memory and the cache of generation ask here. A model
-has one of three kinds of attention: heads that may share keys and values, heads of several widths (``--head-dims``), or
-multi-head latent attention (``--attention latent``).
+All of it follows from the ``ModelConfig``. A model has one of three kinds of attention: heads that may share keys and
+values, heads of several widths (``--head-dims``), or multi-head latent attention (``--attention latent``).
 
 Sizes: d hidden size, e head dimension, h query heads, k key/value heads, r = h / k.
 """
@@ -16,13 +15,13 @@ from moh_lm.units import words
 
 
 def key_shares(config, layer_index, active_heads=None):
-    """(share of the key/value heads that every token uses, share of the others that a token uses on average), if all
-    routed heads are selected equally often. active_heads: see ``attention_products``.
+    """Return the share of key/value heads that every token uses, and the mean share of the others that a token uses.
 
-    r query heads share a key/value head, which is used if one of them is selected: of E routed experts K are, none of r
-    with a chance of (E - r over K) / (E over K).
+    Routed heads are assumed to be selected equally often. A key/value head is used if one of its r query heads is
+    selected. If K of E routed experts are selected, none of the r is with probability (E - r over K) / (E over K).
+    active_heads: see ``attention_products``.
     """
-    if config.chooses_in_groups:  # every group is asked
+    if config.chooses_in_groups:  # every group is used
         return 1.0, 1.0
     config = config.of_layer(layer_index)
     heads, unit = config.num_attention_heads, config.heads_per_expert
@@ -35,9 +34,10 @@ def key_shares(config, layer_index, active_heads=None):
 
 
 def cache_shares(config, layer_index):
-    """Shares, of the keys and values of all tokens and heads: (kept, read by a token) on average. With top-p it is the
-    most. A layer with a window keeps, and masks, the keys of all tokens in it, though heads have their own. A latent is
-    kept and read whole, whichever heads a token uses."""
+    """Return the mean shares of the keys and values of all tokens and heads that are (kept, read by a token).
+
+    With top-p these are upper bounds. With a window or a latent, all keys are kept, whichever heads use them.
+    """
     if config.attention == "latent":
         return 1.0, 1.0
     shared, used = key_shares(config, layer_index)
@@ -49,21 +49,21 @@ def cache_shares(config, layer_index):
 
 
 def cache_width(config):
-    """Numbers that a cache keeps of a token in a layer. config: of the layer."""
+    """Return how many numbers a cache keeps per token in the layer of ``config``."""
     if config.attention == "latent":
         return config.kv_lora_rank + config.qk_rope_head_dim
     return 2 * config.num_key_value_heads * config.head_dim
 
 
 def describe_kv(config):
-    """What keys and values are made of, in words."""
+    """Describe how keys and values are computed."""
     if config.attention == "latent":
         return f"latent keys of {config.kv_lora_rank} + {config.qk_rope_head_dim} features"
     return f"{words(config.num_key_value_heads)} key/value heads"
 
 
 def head_products(config):
-    """Multiplications of a token: (for each head, for each score and what it weighs, for all keys and values)."""
+    """Return a token's multiplications for each head, for each score with its value, and for all keys and values."""
     d, e, h = config.hidden_size, config.head_dim, config.num_attention_heads
     if config.head_dims:
         total = sum(config.head_dims)
@@ -75,12 +75,11 @@ def head_products(config):
 
 
 def attention_products(config, layer_index, seq_length, active_heads=None):
-    """Multiplications of a token on average in the forward pass: {"dense", "active"}.
+    """Return a token's mean multiplications in the forward pass: {"dense", "active"}.
 
-    "dense" counts every head. "active" leaves out the queries, scores and outputs of the heads that a token does not
-    use, and where heads keep their own tokens only, the keys and values that it does not keep and the scores of tokens
-    that it does not see. active_heads: how many it uses, by default the most that it may. ``mean_keys`` says how much
-    of the sequence a head sees.
+    "dense" counts every head. "active" leaves out queries, scores and outputs of unused heads. If heads keep only their
+    own tokens, it also leaves out the keys, values and scores of other tokens. active_heads: heads that a token uses,
+    by default the most that it may.
     """
     config = config.of_layer(layer_index)
     d, always = config.hidden_size, 0
@@ -107,14 +106,12 @@ def attention_products(config, layer_index, seq_length, active_heads=None):
 
 
 def attention_activation_bytes(config, width, tp, counted=0):
-    """Bytes that autograd keeps for a token on one rank, in numbers of ``width`` bytes. config: of the layer.
+    """Return the bytes that autograd keeps per token on one rank, in numbers of ``width`` bytes.
 
-    The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
-    norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised. With marks (selected_keys.py) all but
-    the gated context are wider: here the mean over layers. Latent values are padded; the latent's norms keep their
-    input in fp32 and give their output. Heads of several widths are padded too, but for the last context. counted: keys
-    whose positions are counted by CoPE, which keeps seven numbers for each score, and the queries and keys of its
-    products. Gates of features keep their sigmoid, themselves and what they give.
+    These are the gathered input and this rank's queries, keys, values, context and gated context. Some settings add to
+    them: query norms in fp32; inputs and outputs of --qk-norm; marks (selected_keys.py), averaged over the layers;
+    padding of latent values and of heads of several widths; element gates. counted: number of keys whose positions CoPE
+    counts, which keeps seven numbers for each score and the inputs of its products.
     """
     d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
     by_queries = config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries

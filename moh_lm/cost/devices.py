@@ -1,18 +1,18 @@
-"""GPUs by name, from the vendors' data sheets, and the machines that a run is estimated for."""
+"""GPUs by name, from the vendors' data sheets, and the machines for which runs are estimated."""
 
 import re
 from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """tflops: dense bf16 peak, in 1e12 FLOP/s. gib: memory in GiB."""
+    """tflops: peak of dense bf16 products, in 1e12 FLOP/s. gib: memory in GiB."""
 
     name: str
     tflops: float
     gib: float
 
 
-EFFICIENCY = 0.34  # share of its peak that a GPU reaches; see moh_lm/cost/time.py
+EFFICIENCY = 0.34  # share of its peak that a GPU reaches; see time.py
 
 # The first name that ends a word of the whole name fits. H800 PCIe: as the H100 PCIe, whose 114 SMs and clock it has;
 # Luo et al. (arXiv:2402.13499) measure 729 on it.
@@ -27,7 +27,7 @@ DEVICES = tuple(
 
 
 class Machine(NamedTuple):
-    """What a layout is estimated for. gpu_tflops: peak, 1e12 FLOP/s. intra_node, inter_node: GB/s of each GPU."""
+    """A machine for which a layout is estimated. gpu_tflops: peak in 1e12 FLOP/s. The two rates: GB/s per GPU."""
 
     gpus: int
     gpu_tflops: float
@@ -38,12 +38,12 @@ class Machine(NamedTuple):
 
 
 def known_device(name):
-    """The ``Device`` of a GPU's name, such as "NVIDIA H100 80GB HBM3" or "h100"; None if it is not known."""
+    """Return the ``Device`` for a GPU's name, such as "NVIDIA H100 80GB HBM3" or "h100"; None if it is unknown."""
     return next((one for one in DEVICES if re.search(rf"{one.name}\b", name, re.IGNORECASE)), None)
 
 
 def device_name(text):
-    """A reader of --device-name."""
+    """Parse --device-name."""
     if known_device(text) is None:
         raise ValueError(f"is not known; choose one of {', '.join(one.name for one in DEVICES)}")
     return known_device(text)

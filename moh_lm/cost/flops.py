@@ -1,4 +1,4 @@
-"""FLOPs of training on one token, and what a device can do of them: their ratio is the MFU."""
+"""FLOPs of training on one token, and the peak of a device; their ratio gives the MFU."""
 
 import functools
 import math
@@ -14,12 +14,12 @@ BACKWARD = 2  # a backward pass multiplies every matrix twice
 
 
 def flops_per_token(model, seq_length, measured=None):
-    """FLOPs of training on one token, forward and backward: {"dense", "active"}.
+    """Return the FLOPs of training on one token, forward and backward: {"dense", "active"}.
 
-    A multiplication and an addition are two FLOPs; causal attention sees half of the sequence on average, or the mean
-    of its window. "dense" counts every head; "active" leaves out the queries, scores and outputs of the heads that a
-    token does not select, which is what MoH promises to save. measured: {layer: heads that a token selects on average},
-    for --routing-top-p; a layer that it does not have counts the most that a token may select.
+    A multiplication and an addition are two FLOPs. Causal attention sees half of the sequence on average, or the mean
+    of its window. "dense" counts every head; "active" leaves out the queries, scores and outputs of heads that a token
+    does not use. measured: {layer: mean number of selected heads}, for --routing-top-p; layers that it lacks count
+    their maximum.
     """
     measured = measured or {}
     layers = [layer_products(model, layer, seq_length, measured.get(layer)) for layer in range(model.num_layers)]
@@ -30,7 +30,7 @@ def flops_per_token(model, seq_length, measured=None):
 
 
 def block_matrices(model):
-    """The matrices that Muon updates: (the model with the heads of the layer, name in the layer, weight on meta)."""
+    """Yield the matrices that Muon updates: (model with the heads of the layer, name in the layer, weight on meta)."""
     with torch.device("meta"):
         layers = build_model(model).model.layers
     for index, layer in enumerate(layers):
@@ -41,9 +41,11 @@ def block_matrices(model):
 
 @functools.lru_cache(maxsize=8)
 def muon_flops(model, split):
-    """FLOPs of Muon's iterations on a decoder layer, their mean, in a step: {"whole": of matrices that are
-    orthogonalised whole, "blocks"}. split: --muon-split. An iteration on m rows and n columns, m <= n, multiplies
-    2 m m n + m m m times."""
+    """Return the mean FLOPs of Muon's iterations on a decoder layer per step: {"whole", "blocks"}.
+
+    "whole" counts matrices that are orthogonalised whole. An iteration on m rows and n columns, m <= n, takes 2 m m n +
+    m m m multiplications. split: --muon-split.
+    """
     found = {"whole": 0, "blocks": 0}
     for layer, name, weight in block_matrices(model):
         blocks = blocks_of(name, layer, split)
@@ -55,7 +57,7 @@ def muon_flops(model, split):
 
 
 def peak_flops(run, device):
-    """FLOP/s of one device: --peak-tflops, or of a known GPU in bf16; None where neither is there. run: RunConfig."""
+    """Return one device's peak FLOP/s: --peak-tflops, or that of a known GPU in bf16, or None."""
     if run.peak_tflops is not None:
         return run.peak_tflops * 1e12
     if device.type != "cuda" or run.precision != "bf16":

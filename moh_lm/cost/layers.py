@@ -1,4 +1,4 @@
-"""What the layers of a model cost, and how a pipeline divides them: functions of the ``ModelConfig``."""
+"""The cost of a model's layers, and how a pipeline divides them: functions of the ``ModelConfig``."""
 
 import math
 
@@ -6,23 +6,22 @@ from moh_lm.cost.attention import attention_activation_bytes, attention_products
 
 
 def layer_products(config, layer_index, seq_length, active_heads=None):
-    """Multiplications of a token in a decoder layer: {"dense", "active"}; see ``attention_products``."""
+    """Return a token's multiplications in a decoder layer: {"dense", "active"}; see ``attention_products``."""
     mlp = 3 * config.hidden_size * config.intermediate_size
     attention = attention_products(config, layer_index, seq_length, active_heads)
     return {kind: value + mlp for kind, value in attention.items()}
 
 
 def head_products(config):
-    """Multiplications of a token in the output head."""
+    """Return a token's multiplications in the output head."""
     return config.hidden_size * config.vocab_size
 
 
 def layer_activation_bytes(config, width, tp, counted=0):
-    """Bytes that autograd keeps for a token in a decoder layer on one rank, the mean over layers; width, counted: see
-    ``attention_activation_bytes``.
+    """Return the bytes that autograd keeps per token in a decoder layer on one rank, averaged over the layers.
 
-    Besides those of attention: of the slice of the sequence the inputs of both norms in fp32, and normalised; of the
-    MLP its gathered input and, of the rank's columns, gate, up, silu and their product.
+    To those of ``attention_activation_bytes`` it adds the inputs of both norms in fp32, their outputs, and the MLP's
+    input, gate, up, silu and product.
     """
     norms = (2 * 4 + 2 * width) * config.hidden_size / tp
     layers = [config.of_layer(layer) for layer in range(len(config.head_counts))]
@@ -32,18 +31,17 @@ def layer_activation_bytes(config, width, tp, counted=0):
 
 
 def pipeline_costs(config, seq_length):
-    """Multiplications per token, with all heads, of each layer of a pipeline: embedding, learned positions if there
-    are any, decoder layers, final norm, output head; see ``CausalLM.in_order``."""
+    """Return the multiplications per token, with all heads, of each layer of a pipeline; see ``CausalLM.in_order``."""
     blocks = [round(layer_products(config, layer, seq_length)["dense"]) for layer in range(config.num_layers)]
     first = [0] * (1 + ("learned" in config.position))
     return [*first, *blocks, 0, head_products(config)]
 
 
 def stage_bounds(costs, num_stages):
-    """First layer of every stage, and the end, so that the costs of the stages differ as little as possible.
+    """Return the first layer of every stage, and the end, such that the costs of stages differ as little as possible.
 
-    A costly output head may be a stage of its own. Of several such divisions the one with the latest bounds is taken,
-    as by DeepSpeed's ``partition_balanced``.
+    A costly output head may be a stage of its own. If several divisions are equally good, the one with the latest
+    bounds is used, as in DeepSpeed's ``partition_balanced``.
     """
     sums = [0]
     for cost in costs:

@@ -1,7 +1,7 @@
-"""What a configuration costs before it runs: parameters and the memory of each rank.
+"""Number of parameters and memory of each rank, estimated before a run.
 
 Parameter counts come from the model itself, built on the meta device. The memory of activations counts the tensors that
-autograd keeps for the backward pass; tests compare it with the tensors that it really keeps.
+autograd keeps for the backward pass; tests compare it with the tensors that are actually kept.
 
 Symbols: s sequence, b micro-batch, d hidden size, h query heads, k key/value heads, e head dimension, i intermediate
 size, V vocabulary, tp, pp, cp, dp the degrees of tensor, pipeline, context and data parallelism.
@@ -25,7 +25,7 @@ from moh_lm.parallel.ulysses import keys_of_ranks, order_of_ranks
 
 @functools.lru_cache(maxsize=8)
 def parameter_counts(model):
-    """Parameters of the whole ``ModelConfig``: {"total", "embedding" (with the output head), "router"}."""
+    """Return the number of parameters: {"total", "embedding" (with the output head), "router"}."""
     with torch.device("meta"):
         sizes = {name: parameter.numel() for name, parameter in build_model(model).named_parameters()}
     return {
@@ -36,8 +36,9 @@ def parameter_counts(model):
 
 
 def cache_bytes(model, seq_length, width):
-    """Bytes that generation keeps of a text of ``seq_length`` tokens, for each of them: {"whole", "read" for the next
-    token, "multi_head", of attention with as many key/value as query heads and no window}; numbers of ``width`` bytes.
+    """Return the bytes per token of a key/value cache: {"whole", "read" for the next token, "multi_head"}.
+
+    "multi_head" is the cache of attention without shared keys and windows. width: bytes of a number.
     """
     layers = range(model.num_layers)
     ones = [width * cache_width(model.of_layer(layer)) for layer in layers]  # keys and values of a token
@@ -51,17 +52,17 @@ def cache_bytes(model, seq_length, width):
 
 
 def memory_estimate(config, world_size):
-    """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}; under ZeRO-3
-    "start" too: what the whole model takes beyond them before its weights are shared.
+    """Return the bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
 
-    Not counted: the allocator's fragmentation, the CUDA context, buffers of NCCL (about 1 GiB together). Nor what Muon
-    computes with, a few copies of the largest matrix in fp32: activations have left their memory by then.
+    Under ZeRO-3 "start" is what the whole model adds before its weights are sharded. Fragmentation, the CUDA context
+    and NCCL's buffers (about 1 GiB) are not counted. Neither are Muon's temporary copies of the largest matrix, because
+    activations have been freed by then.
     """
     return max(stage_memory(config, world_size), key=lambda parts: sum(parts.values()))
 
 
 def stage_memory(config, world_size):
-    """``memory_estimate`` of a rank of every pipeline stage."""
+    """Yield the ``memory_estimate`` of a rank in every pipeline stage."""
     model, run, parallel = config.model, config.run, config.parallel
     tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
     dp = config.data_parallel_size(world_size) * cp  # ZeRO shards over both
@@ -75,14 +76,14 @@ def stage_memory(config, world_size):
         trained, of_muon = parameters, blocks * matrices / tp  # these have one moment
         if config.optimizer.train_only == "router":
             trained, of_muon = parameter_counts(model)["router"], 0
-        in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
+        in_flight = min(pp - stage, micro_batches)  # 1F1B: forward passes of stage 0 before its first backward pass
         share = model.position.count("cope") / model.num_layers  # with --recompute one such layer decides
         counted = run.seq_length * (share > 0 if run.recompute else share)
         layer_bytes = tokens * layer_activation_bytes(exchanged(model, tp, cp), width, tp, counted)
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1
-        # DeepSpeed sums gradients in a buffer; in a pipeline it makes two; under ZeRO-1 in bf16 none, unless offloaded.
+        # DeepSpeed sums gradients in a buffer, in two with a pipeline, or in none under ZeRO-1 in bf16 without offload.
         buffers = (1 if pp == 1 else 2) * (parallel.zero_stage > 1 or width == 4 or parallel.offload_optimizer)
         bucket = buffers * (4 if parallel.zero_stage == 1 else width) * min(REDUCE_BUCKET, trained)
         found.append(
@@ -100,7 +101,7 @@ def stage_memory(config, world_size):
 
 
 def exchanged(model, tp, cp):
-    """``model`` with as many key/value heads in each layer as its ranks hold together where they share sequences."""
+    """Return ``model`` with the key/value heads that the ranks hold together when they share sequences."""
     if cp == 1:
         return model
     keys = []
@@ -113,13 +114,13 @@ def exchanged(model, tp, cp):
 
 @functools.lru_cache(maxsize=8)
 def layer_matrices(model):
-    """Parameters of a decoder layer in matrices that Muon updates, the mean of all layers."""
+    """Return the mean number of parameters of a decoder layer in matrices that Muon updates."""
     return sum(weight.numel() for _, _, weight in block_matrices(model)) / model.num_layers
 
 
 @functools.lru_cache(maxsize=64)
 def stages(model, seq_length, num_stages):
-    """(cost, parameters, decoder layers) of each pipeline stage of the whole width; cost: see ``pipeline_costs``."""
+    """Return (cost, parameters, decoder layers) of each pipeline stage; see ``pipeline_costs``."""
     with torch.device("meta"):
         layers = build_model(model).in_order()
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
@@ -131,17 +132,16 @@ def stages(model, seq_length, num_stages):
 
 
 def stage_shares(model, seq_length, num_stages):
-    """The largest of any stage: (share of the compute, share of the parameters, number of decoder layers)."""
+    """Return the largest shares of any stage: (compute, parameters, number of decoder layers)."""
     costs, sizes, blocks = zip(*stages(model, seq_length, num_stages), strict=True)
     return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
 
 
 def loss_bytes(model, width, tokens, tp, fused=False):
-    """Bytes of the output head and the loss on one rank, at their peak: see moh_lm.parallel.cross_entropy.
+    """Return the peak bytes of output head and loss on one rank; see moh_lm.parallel.cross_entropy.
 
-    The logits of a chunk in the model's precision and, unless that is fp32 or the loss is ``fused``, in fp32; the
-    gradients of the hidden states and of the weight, the latter summed in fp32 from products in the model's precision.
-    A fused loss has its peak where the second of these becomes the sum of both, and all three are there.
+    They are the logits of a chunk in the model's precision and, unless the loss is ``fused``, in fp32; and gradients of
+    hidden states and weight. A fused loss has its peak where a second product joins the gradient of the weight.
     """
     rows = model.vocab_size / tp
     chunk = min(CHUNK_BYTES, 4 * tokens * rows)

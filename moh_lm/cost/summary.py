@@ -1,4 +1,4 @@
-"""What a run will do, in a few lines: printed before it starts, and by ``--dry-run``."""
+"""A summary of what a run will do, printed before it starts and by ``--dry-run``."""
 
 from collections import Counter
 from itertools import groupby
@@ -19,8 +19,8 @@ LARGEST_GPU = 288 * 2**30  # bytes of memory
 
 
 def describe_run(config, dataset, world_size, device=None):
-    """Lines that say what the run is, from the model to the time. dataset: None if there is no data yet. device: the
-    ``Device`` that it is for, by default that of this machine."""
+    """Return the lines that describe a run, from its model to its time. dataset: None if there is no data yet. device:
+    the target ``Device``, by default that of this machine."""
     lines = [
         *describe_model(config.model),
         *describe_warmup(config),
@@ -37,7 +37,7 @@ def describe_run(config, dataset, world_size, device=None):
 
 
 def describe_configuration(config):
-    """Every field, resolved, under the title of its section."""
+    """Return every resolved field, under the title of its section."""
     lines = []
     for section, pairs in groupby(walk(config), key=lambda pair: pair[0]):
         values = {entry: getattr(section, entry.name) for _, entry in pairs}  # those with a metavar are not by layer
@@ -68,13 +68,13 @@ def describe_model(model):
 
 
 def describe_norms(model):
-    """Which norms there are besides those of a Llama, or in place of them; "" if none."""
+    """Describe the norms that differ from a Llama's; "" if none do."""
     parts = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
     return " and ".join(parts) + ", not before, attention and MLP" * model.post_norm
 
 
 def describe_window(model):
-    """Layers by what they see, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
+    """Count the layers by window, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
     counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
     return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
 
@@ -85,7 +85,7 @@ def describe_width(model):
 
 
 def describe_positions(model):
-    """Layers by positions, such as: rotary in 3 of 4 layers, none in 1 of 4 layers; "" if all features turn in all."""
+    """Count the layers by kind of position, such as: rotary in 3 of 4 layers; "" if all features rotate in all."""
     rotary = f"rotary, {model.rotary_fraction:g} of the features" if model.rotary_fraction < 1 else "rotary"
     more = {"rotary": rotary, "cope": f"CoPE up to {model.cope_max_position}", "learned": "a learned table"}
     counts = Counter(more.get(kind, kind) for kind in model.position)
@@ -112,7 +112,7 @@ def describe_heads(model):
 
 
 def describe_warmup(config):
-    """The dense warm-up, if there is one, and what changes when it is over."""
+    """Describe the dense warm-up, if there is one, and what changes when it ends."""
     model, length = config.model, config.run.seq_length
     if model.after(0) != model:
         saved = 1 - flops_per_token(model, length)["active"] / flops_per_token(model.after(0), length)["dense"]
@@ -121,25 +121,25 @@ def describe_warmup(config):
 
 
 def describe_switch(model):
-    """What becomes of the heads when the routers of ``model`` begin to choose."""
+    """Describe what happens to the heads when the routers of ``model`` start to select."""
     share = f"{model.active_share():.1%} of the heads"
     if model.heads.routing == "relu":
         share = f"its shared heads and about half of the others, and in time {share}"
     elif model.heads.routing_top_p is not None:
         share = f"at most {share}"
     own = ", and a routed head sees its own tokens only" if model.heads.routed_keys == "selected" else ""
-    return f"a token uses {share}, with gates that begin near the 1 of before{own}"
+    return f"a token uses {share}, with gates that start near 1{own}"
 
 
 def gate_facts(model):
-    """What gates are made of, in a few words each."""
+    """Return short facts about the gates."""
     yield model.heads.routing
     if model.heads.gate_width:
         yield f"of the first {model.heads.gate_width} of {model.hidden_size} channels"
 
 
 def routing_facts(model):
-    """What the routers do, in a few words each."""
+    """Return short facts about the routers."""
     heads = model.heads
     yield from gate_facts(model)
     if heads.routing_unit == "key_value_group":
@@ -157,9 +157,9 @@ def routing_facts(model):
 
 
 def describe_attention(config, named=None):
-    """What ``auto`` chooses on the machine at hand; and, where it cannot know, how it can learn.
+    """Describe the backend that ``auto`` chooses on this machine or, if it has no measurements, how to make them.
 
-    named: the ``Device`` that the run is for, which need not be here.
+    named: the target ``Device``, which need not be in this machine.
     """
     run, model = config.run, config.model
     always_dense = model.heads.head_selection == "all" and not any(model.window)
@@ -169,7 +169,7 @@ def describe_attention(config, named=None):
         yield "attention  auto: ordinary attention of the heads that tokens choose in each key/value group"
         return
     if named:
-        yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense in every layer without;"
+        yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense without them;"
         yield "           to make them: python benchmarks/attention.py --levels layer --save"
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,7 +201,7 @@ def describe_batches(config):
 
 
 def describe_lengths(config):
-    """The lengths of --seq-length-warmup, and the steps that they begin with."""
+    """Return the lengths of --seq-length-warmup and the steps at which they start."""
     steps = {}
     for step in range(config.data.length_warmup[1] + 1):
         steps.setdefault(config.length_at(step * config.run.global_batch_size), step)
@@ -252,19 +252,19 @@ def describe_memory(config, world_size):
 
 
 def memory_warnings(config, world_size, device=None):
-    """A sentence if a rank needs more memory than ``device`` has, or the GPU of this machine, or else the largest."""
+    """Return a sentence if a rank needs more memory than ``device``, this GPU, or else the largest GPU has."""
     need, room = sum(memory_estimate(config, world_size).values()), LARGEST_GPU
     if device:
         room = device.gib * 2**30
     elif torch.cuda.is_available():
         room = torch.cuda.get_device_properties(0).total_memory
     if need > room:
-        less = "choose --recompute or a smaller --micro-batch-size, or spread the model (tools/plan.py ranks layouts)"
+        less = "choose --recompute or a smaller --micro-batch-size, or split the model (tools/plan.py ranks layouts)"
         yield f"memory: about {gibibytes(need)} per rank, and a GPU has {gibibytes(room)}; {less}"
 
 
 def describe_flops(config):
-    """FLOPs of training, of a token and of the run, as ``flops_per_token`` counts them."""
+    """Return the FLOPs of training per token and for the run; see ``flops_per_token``."""
     flops, run = flops_per_token(config.model, config.run.seq_length), config.run
     most = "" if config.model.heads.routing_top_p is None else "at most "
     dense, active = (f"{flops[kind]:.3e}" for kind in ("dense", "active"))
@@ -274,7 +274,7 @@ def describe_flops(config):
 
 
 def describe_time(config, world_size, device=None):
-    """How long the run takes and what it costs, and what that assumes. device: ``Device``, by default the one here."""
+    """Estimate the time and cost of the run, with the assumptions. device: by default the one in this machine."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak = peak_flops(config.run, here)
     if device and config.run.peak_tflops is None and config.run.precision == "bf16":
@@ -294,7 +294,8 @@ def describe_cost(run, seconds, world_size):
 
 
 def describe_cache(model, seq_length, width):
-    """What generation keeps of a token, and reads of it for the next, in numbers of ``width`` bytes."""
+    """Return the size of the key/value cache per token and how much of it one step reads, in numbers of ``width``
+    bytes."""
     sizes = cache_bytes(model, seq_length, width)
     most, factor = "" if model.heads.routing_top_p is None else "at most ", sizes["multi_head"] / sizes["whole"]
     smaller = f"; multi-head attention keeps {factor:.3g} times as many" if factor != 1 else ""

@@ -1,12 +1,12 @@
 """How long a step takes on so many GPUs: the estimate of a dry run and of tools/plan.py.
 
-The matrices take ``efficiency`` of the peak. But no micro-batch is faster than the host, which starts every kernel of a
-layer: that is why small micro-batches are slow. tools/plan.py describes the other parts.
+Matrix products reach ``efficiency`` of the peak, but no micro-batch is faster than the host, which launches every
+kernel. That is why small micro-batches are slow. tools/plan.py describes the other parts.
 
-Both figures were measured on one NVIDIA H200 (docs/benchmarks.md): a step of LLM-B, dense, on 2 x 8,192 tokens reached
-34% of the peak, one of LLM-S on 8 x 2,048 tokens 20%, or 27% with --compile. With 2 x 2,048 tokens the host needed 7 ms
-for each layer of LLM-B with routed heads, forward and backward, and at most 3.3 ms without. --compile made a step 1.35
-times as fast.
+Both figures were measured on one NVIDIA H200 (docs/results.md): a dense step of LLM-B on 2 x 8,192 tokens reached 34%
+of the peak, and one of LLM-S on 8 x 2,048 tokens 20%, or 27% with --compile. With 2 x 2,048 tokens the host needed 7 ms
+per layer of LLM-B, forward and backward, with routed heads and at most 3.3 ms without. --compile made a step 1.35 times
+as fast.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ ROUTED_LAYER_S, LAYER_S, COMPILED = 7e-3, 3.3e-3, 1.35
 
 
 def assumptions(machine):
-    """What the estimate takes for granted, in words."""
+    """Describe the assumptions of the estimate."""
     return (
         f"assumes {machine.efficiency:.0%} of {machine.gpu_tflops:g} TFLOPS (last measured: 34% on one H200 with "
         f"LLM-B, 20% with LLM-S), {1e3 * ROUTED_LAYER_S:g} ms of the host for a layer with routed heads and "
@@ -28,14 +28,14 @@ def assumptions(machine):
 
 
 def host_seconds(config, layers):
-    """Of the host, for a micro-batch of a pipeline stage with so many layers."""
+    """Return the host's time for a micro-batch on a pipeline stage of ``layers`` layers."""
     routed = len(config.model.gated_layers()) / config.model.num_layers
     layer = routed * ROUTED_LAYER_S + (1 - routed) * LAYER_S
     return layers * layer * (4 / 3 if config.run.recompute else 1) / (COMPILED if config.run.compile else 1)
 
 
 def step_seconds(config, machine):
-    """Seconds of a step by part. machine: ``Machine``, or what has the same fields."""
+    """Return the seconds of a step by part. machine: ``Machine``, or an object with the same fields."""
     model, run, parallel = config.model, config.run, config.parallel
     tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
     dp = config.data_parallel_size(machine.gpus) * cp  # gradients are summed over both

@@ -1,4 +1,4 @@
-"""Which attention backend a layer computes with: once for a run, by name or by what was measured (measured.py)."""
+"""The choice of each layer's attention backend, once per run: by name, or by measured times (measured.py)."""
 
 import math
 
@@ -9,11 +9,11 @@ WORTH_IT = 0.96  # a ratio above is within the noise of the measurement
 
 
 def choose_backend(name, device, dtype, shape, active_share, dense_only=False, own_keys=False, compiled=False):
-    """The backend that computes queries of ``shape`` [s, b, heads, head_dim]: never ``auto``.
+    """Return the name of the backend that computes queries of ``shape`` [s, b, heads, head_dim]; it is never ``auto``.
 
     active_share: share of the heads that a token uses, by which ``auto`` chooses. dense_only: whether the layer needs
-    all scores. own_keys: see ``gated_attention``. compiled: whether torch.compile makes the layer. Raises RuntimeError
-    if a backend that is asked for by name cannot run here.
+    all scores. own_keys: see ``gated_attention``. compiled: whether torch.compile compiles the layer. Raises
+    RuntimeError if the named backend cannot run here.
     """
     if dense_only:
         return "dense"
@@ -30,9 +30,8 @@ def choose_backend(name, device, dtype, shape, active_share, dense_only=False, o
 
 
 def fastest(device, dtype, shape, active_share, compiled=False):
-    """"triton" (GPU), "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim]: by the longest length
-    not above theirs that was measured, and the least activation not below ``active_share``. compiled: whether the layer
-    is, so that a GPU hardly waits for the host."""
+    """Return "triton", "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim], as measured at the
+    next shorter length and the next larger active share. compiled: as above; a GPU then hardly waits for the host."""
     found = measurement(device, dtype)
     if found is None or math.prod(shape) < found.elements:
         return "dense"

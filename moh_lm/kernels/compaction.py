@@ -1,18 +1,17 @@
-"""The queries of every head, moved together: what the sparse backends compute instead of all of them.
+"""Gathers the selected queries of every head, so that sparse backends compute only those.
 
-A routed head is needed by some tokens only. Its queries go into *slots*: first the tokens that select the head, from
-the last of the sequence back, then those that do not. The slots of a head are a permutation of the sequence, so shapes
-never depend on the routing, nothing is dropped, and nobody waits for a number to come from the device. Where slots are
-taken in blocks, the one that is not filled holds the earliest tokens, which attend to the fewest keys.
+Only some tokens need a routed head. Its queries are put into *slots*: first the tokens that select the head, from the
+last to the first, then the others. The slots of a head are a permutation of the sequence, so shapes never depend on the
+routing, nothing is dropped, and the host never waits for the device. The block of slots that is not full holds the
+earliest tokens, which attend to the fewest keys.
 
-Positions descend over the selected slots, so causality stays a matter of ranges. With p(i) the position of slot i and
-n(t) the number of selected tokens from position t on:
+Positions descend over the selected slots, so causality is still expressed by ranges. With p(i) the position of slot i
+and n(t) the number of selected tokens from position t on:
 
     slots [i, j), all selected    see wholly the keys [0, p(j - 1)], in part those up to p(i)
     keys [t, u)                   are seen by the slots before n(t), wholly by those before n(u - 1)
 
-and inside documents or a window, where position t sees from start(t) on and is seen until end(t), by these bounds
-besides:
+Inside documents or a window, position t sees keys from start(t) on and is seen before end(t). This adds bounds:
 
     slots [i, j), all selected    see wholly the keys from start(p(i)) on, in part those from start(p(j - 1)) on
     keys [t, u)                   are seen by the slots from n(end(u - 1)) on, wholly by those from n(end(t)) on
@@ -27,15 +26,15 @@ import torch.nn.functional as F
 
 
 class Compaction(NamedTuple):
-    """positions: int32 [b, heads, s], of the token in every slot. after: int32 [b, heads, s + 1], how many selected
-    tokens there are from each position on; the first of them is the number of selected slots."""
+    """positions: int32 [b, heads, s], the token in every slot. after: int32 [b, heads, s + 1], the number of selected
+    tokens from each position on; after[..., 0] is the number of selected slots."""
 
     positions: torch.Tensor
     after: torch.Tensor
 
 
 def compact(selected):
-    """``Compaction`` of a selection [s, b, heads], bool or 0 and 1."""
+    """Return the ``Compaction`` of a selection [s, b, heads], bool or 0 and 1."""
     chosen = selected.permute(1, 2, 0) != 0  # [b, heads, s]
     after = F.pad(chosen.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1), (0, 1))
     token = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
@@ -45,10 +44,11 @@ def compact(selected):
 
 
 def key_blocks(compaction, block_m, block_n, starts=None):
-    """(begin, inner, full, end), int32 [b, heads, blocks]: the key blocks of ``block_n`` that ``block_m`` slots attend
-    to. starts: of ``AttentionMask``, or None.
+    """Return (begin, inner, full, end), int32 [b, heads, blocks]: the blocks of ``block_n`` keys that each block of
+    ``block_m`` slots attends to. starts: see ``AttentionMask``, or None.
 
-    Those in [inner, full) are visible to every selected row, the others of [begin, end) to some; no row: all are 0.
+    Blocks in [inner, full) are visible to every selected row, the others of [begin, end) to some. Without rows all are
+    0.
     """
     positions, after = compaction
     length = positions.shape[-1]
@@ -67,8 +67,8 @@ def key_blocks(compaction, block_m, block_n, starts=None):
 
 
 def slot_blocks(compaction, block_m, block_n, ends=None):
-    """How many blocks of ``block_m`` slots attend to every block of ``block_n`` keys, counted from the first such slot:
-    int32 [b, heads, key blocks]. ends: of ``AttentionMask``, or None."""
+    """Return how many blocks of ``block_m`` slots attend to every block of ``block_n`` keys, counted from the first
+    such slot: int32 [b, heads, key blocks]. ends: see ``AttentionMask``, or None."""
     after = compaction.after
     first = 0
     if ends is not None:
@@ -79,6 +79,6 @@ def slot_blocks(compaction, block_m, block_n, ends=None):
 
 
 def at_positions(values, positions):
-    """values: [b, s] or [b, heads, n]. positions: int32 [b, heads, m] -> [b, heads, m]."""
+    """Gather values [b, s] or [b, heads, n] at positions, int32 [b, heads, m]: [b, heads, m]."""
     values = values if values.dim() == 3 else values.unsqueeze(1).expand(-1, positions.shape[1], -1)
     return values.gather(-1, positions.long())

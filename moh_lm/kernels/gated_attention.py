@@ -7,9 +7,9 @@ function with the same gradients:
     triton       own kernels on the selected queries of every routed head (CUDA)
     cpu_sparse   matrix products over the selected queries (CPU; moh_lm/extras/cpu_sparse.py)
 
-A sparse backend is a ``Backend``. Shared heads go through scaled dot-product attention in all of them, since every
-token computes them. But where tokens see a sliding window, or their document only, that would need a mask, and compute
-all scores: sparse backends then take every head, and compute only the scores that are seen.
+In all of them shared heads use scaled dot-product attention, since every token computes them. With a sliding window or
+documents this would need a mask and compute all scores. Sparse backends then compute every head, but only the visible
+scores.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from moh_lm.kernels.selected_keys import in_slots, with_marks
 try:
     from moh_lm.kernels import triton_attention
 except ModuleNotFoundError:
-    triton_attention = None  # no Triton on this machine; asked for by name, it is an error
+    triton_attention = None  # no Triton on this machine; naming it raises an error
 
 CPU_WIDTH = 16  # torch's fp32 kernel for CPUs takes longer for narrower heads: 1.2 times with 12, 1.8 times with 10
 
 
 class Backend(NamedTuple):
-    """A sparse backend: functions of (query, key, value, gates, selected, mask) that give g_i H_i of the heads.
+    """A sparse backend: functions that map (query, key, value, gates, selected, mask) to g_i H_i.
 
-    heads: computes routed heads that see all tokens. own_keys: computes heads that see only the tokens that use them.
-    joined: takes the shared heads as well, so that none is copied; see ``triton_attention.joined_heads``. Or None.
+    heads: for routed heads that see all tokens. own_keys: for heads that see only the tokens that use them. joined: for
+    shared and routed heads together, without copies; see ``joined_heads`` in triton_attention.py. Each may be None.
     """
 
     name: str
@@ -54,15 +54,14 @@ TRITON = triton_attention and Backend(
 def gated_attention(
     query, key, value, gates=None, selected=None, num_shared=0, mask=None, backend=None, causal=True, own_keys=False,
 ):  # fmt: skip
-    """g_i H_i of Eq. 4 for every token and head, before the output projection.
+    """Compute g_i H_i of Eq. 4 for every token and head, [s, b, heads, head_dim] in the dtype of ``query``.
 
     query: [s, b, heads, head_dim]. key, value: [s, b, key_value_heads, head_dim]; consecutive query heads share one.
-    gates: [s, b, heads], or None for 1. selected: [s, b, heads], bool or 0 and 1, the heads that each token uses; None
-    for all. It is the router's choice and not gates != 0, because a gate may underflow. The first ``num_shared`` heads
-    are used by every token, whatever ``selected`` says of them. mask: ``AttentionMask``, or None for the whole
-    sequence. backend: a ``Backend``, or None for dense. causal: whether a token sees only itself and earlier tokens;
-    False needs the dense backend. own_keys: whether a head sees only the tokens that use it.
-    Returns [s, b, heads, head_dim] in the dtype of ``query``.
+    gates: [s, b, heads]; None: all are 1. selected: [s, b, heads], bool or 0 and 1, the heads that each token uses;
+    None: all. It is not computed from gates because they may underflow. num_shared: number of leading heads that all
+    tokens use, whatever ``selected`` contains. mask: ``AttentionMask``, or None for the whole sequence. backend:
+    ``Backend``; None: dense. causal: whether a token sees only itself and earlier tokens; False requires dense.
+    own_keys: whether a head sees only the tokens that use it.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     if backend is None or (mask is None and (selected is None or num_shared == heads)):
@@ -90,15 +89,16 @@ def gated_attention(
 
 
 def always_on(selected, num_shared):
-    """``selected`` [s, b, heads] with 1 for the shared heads."""
+    """Return ``selected`` [s, b, heads] with 1 for the shared heads."""
     return torch.cat((torch.ones_like(selected[..., :num_shared]), selected[..., num_shared:]), dim=-1)
 
 
 def dense_heads(query, key, value, gates=None, mask=None, causal=True, own=None):
-    """The reference: softmax(q k^T / sqrt(e)) v of all heads (Eq. 1), times their gates; see ``gated_attention``.
+    """Compute the reference: softmax(q k^T / sqrt(e)) v of all heads (Eq. 1), times their gates. See
+    ``gated_attention``.
 
-    Values may have another width than queries and keys. own: [s, b, heads], the heads that each token uses, if they see
-    only the tokens that use them; else None.
+    Values may be narrower or wider than queries and keys. own: [s, b, heads], the heads that each token uses, if they
+    see only the tokens that use them; else None.
     """
     scores_mask, head_dim, width = None, query.shape[-1], value.shape[-1]
     if own is not None:
@@ -110,7 +110,7 @@ def dense_heads(query, key, value, gates=None, mask=None, causal=True, own=None)
         scores_mask = document_mask(mask.starts) if mask.mask is None else mask.mask
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1 and query.is_cuda and (scores_mask is not None or query.dtype == torch.float32):
-        # no fused kernel but cuDNN's takes such masks with shared keys: the scores of all heads would be in memory
+        # only cuDNN's fused kernel accepts such masks with shared keys; others would hold all scores in memory
         key, value = (part.repeat_interleave(repeats, dim=2) for part in (key, value))
     context = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),  # [b, heads, s, head_dim]

@@ -1,9 +1,9 @@
 """Heads that are chosen inside their key/value groups, computed by stock attention.
 
-With ``routing_unit`` head_in_group a token uses a of the r query heads of every key/value group, whatever the router
-says. So the queries in use are [s, b, kv a, e]: plain grouped-query attention with a queries for each key, which any
-kernel of scaled dot-product attention computes, with documents and windows. Shapes never change, nothing is sorted, and
-no kernel of our own is needed. The outputs then take their heads' places, times their gates, which are 0 elsewhere.
+With ``routing_unit`` head_in_group a token always uses a of the r query heads in every key/value group. The queries in
+use are therefore [s, b, kv a, e]: grouped-query attention with a queries per key, which any kernel for scaled
+dot-product attention computes, with documents and windows. The outputs, times their gates, are then put in the places
+of their heads.
 
 Shapes: s sequence, b batch, kv key/value heads, r query heads of each, h = kv r, e head dimension.
 """
@@ -15,7 +15,7 @@ from moh_lm.kernels.gated_attention import dense_heads
 
 
 class HeadsInGroups(CoreAttention):
-    """See ``CoreAttention``. per_group: a, the query heads of each key/value group that a token uses."""
+    """See ``CoreAttention``. per_group: a, the query heads that a token uses in each key/value group."""
 
     def __init__(self, per_group, **options):
         super().__init__(**options)
@@ -33,22 +33,22 @@ class HeadsInGroups(CoreAttention):
         return self.in_place(heads, rank, selected if gates is None else gates)
 
     def chosen(self, query, selected, kv_heads):
-        """Queries of the chosen heads, in their order, [s, b, kv a, e]; and how many heads of its group are chosen up
-        to each head, int64 [s, b, kv, r]. selected: [s, b, h], bool or 0 and 1."""
+        """Return the queries of the chosen heads in order, [s, b, kv a, e], and how many heads of its group are chosen
+        up to each head, int64 [s, b, kv, r]. selected: [s, b, h], bool or 0 and 1."""
         rank = (selected != 0).unflatten(2, (kv_heads, -1)).cumsum(-1)
         number = torch.arange(self.per_group, device=rank.device).unsqueeze(-1)
         place = (rank.unsqueeze(-2) <= number).sum(-1)  # [s, b, kv, a]: heads before the first with a larger rank
         return take(query.unflatten(2, rank.shape[2:]), place).flatten(2, 3), rank
 
     def in_place(self, heads, rank, gates):
-        """g_i H_i in the place of each head, [s, b, h, e], of the chosen heads [s, b, kv a, e]. gates: [s, b, h]."""
+        """Put the chosen heads [s, b, kv a, e], times their gates [s, b, h], in their places: [s, b, h, e]."""
         heads, gates = heads.unflatten(2, (rank.shape[2], -1)), gates.unflatten(2, rank.shape[2:])
-        if self.per_group > 1:  # else the one head of a group is multiplied with all gates, of which one is not 0
+        if self.per_group > 1:  # else the one head is multiplied by all gates of its group, of which one is not 0
             heads = take(heads, (rank - 1).clamp_min(0))
         return (heads * gates.unsqueeze(-1).to(heads.dtype)).flatten(2, 3)
 
 
 def take(heads, place):
-    """heads [s, b, kv, n, e] by their place in the group, [s, b, kv, m] -> [s, b, kv, m, e]."""
+    """Gather heads [s, b, kv, n, e] by their places in the group, [s, b, kv, m]: [s, b, kv, m, e]."""
     first = torch.arange(place[..., 0].numel(), device=place.device).view(*place.shape[:3], 1) * heads.shape[3]
     return heads.flatten(0, 3).index_select(0, (first + place).flatten()).view(*place.shape, -1)

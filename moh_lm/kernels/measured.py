@@ -1,12 +1,11 @@
-"""Where a sparse attention backend was measured to be faster than the dense one, and by which tiles of a GPU.
+"""Measured times of sparse and dense attention, and the fastest tiles on a GPU.
 
     python benchmarks/attention.py --levels layer --save
 
-measures the machine at hand and writes measured.json beside this file, a list of ``Measurement``: the time of the
-attention layer, forward and backward, by the sparse backend over that by the dense one, with a quarter of the heads
-routed and a quarter or half of them shared; and the fastest tiles of a GPU. A GPU goes by its own figures only, a CPU
-without its own by those of another with as many threads. Inside documents (``--documents``) the ratios are lower from
-T = 1024 on, and where a CPU takes the sparse backend it is not slower at T = 512 either.
+measures the current machine and writes measured.json beside this file, a list of ``Measurement``. Each holds the time
+of the attention layer, forward and backward, with the sparse backend relative to the dense one, and the fastest tiles
+of a GPU. A quarter of the heads is routed, and a quarter or half of them are shared. A GPU uses only its own
+measurements; a CPU without any uses those of another CPU with as many threads.
 """
 
 import contextlib
@@ -23,11 +22,10 @@ import torch
 class Measurement(NamedTuple):
     """One machine in one precision.
 
-    machine: name of the GPU or processor. device: "cpu" or "cuda". dtype: "float32" and so on. num_threads: of torch
-    on a CPU, 0 for a GPU. conditions: date, versions, command. elements: of the queries [s, b, heads, e] in the
-    smallest call. ratios: [sequence length, share of its heads that a token uses, sparse / dense, the largest of the
-    shapes]; of a GPU that of calls, then that of CUDA graphs, which do not wait for the host. tiles: [kernel, sequence
-    length, head dimension, ``Tiles`` of moh_lm.kernels.triton_attention].
+    machine: name of the GPU or processor. device: "cpu" or "cuda". dtype: such as "float32". num_threads: torch's
+    threads on a CPU, 0 on a GPU. conditions: date, versions, command. elements: size of the queries [s, b, heads, e] in
+    the smallest call. ratios: [sequence length, share of heads that a token uses, sparse / dense, the largest over
+    shapes]; on a GPU for plain calls and for CUDA graphs. tiles: [kernel, sequence length, head dimension, ``Tiles``].
     """
 
     machine: str
@@ -56,7 +54,7 @@ MEASURED = read()
 TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # what moh_lm.kernels.triton_attention has kernels for
 
 def measurement(device, dtype):
-    """The ``Measurement`` that holds for ``device``, or None."""
+    """Return the ``Measurement`` that applies to ``device``, or None."""
     key = key_of(device, dtype)
     own = [one for one in MEASURED if one.key == key]
     others = [one for one in MEASURED if one.key[1:] == key[1:] and one.device == "cpu"]
@@ -64,13 +62,13 @@ def measurement(device, dtype):
 
 
 def key_of(device, dtype):
-    """``Measurement.key`` of one that is taken here."""
+    """Return the ``Measurement.key`` of a measurement taken here."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return machine(device), device.type, str(dtype).removeprefix("torch."), threads
 
 
 def machine(device):
-    """The name of the GPU, or of the processor."""
+    """Return the name of the GPU, or of the processor."""
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else processor()
 
 
@@ -83,8 +81,7 @@ def processor():
 
 @functools.cache
 def measured_tiles(device, dtype, kernel, length, head_dim):
-    """The tiles that were fastest there: of the shortest sequence not below ``length`` that was measured, or of the
-    longest; None if none was."""
+    """Return the fastest tiles at the next longer measured length, or at the longest; None without any."""
     found = measurement(device, dtype)
     rows = found.tiles if found else []
     tiles = {seq: tile for name, seq, size, tile in rows if (name, size) == (kernel, head_dim)}
@@ -92,14 +89,14 @@ def measured_tiles(device, dtype, kernel, length, head_dim):
 
 
 def keep(new):
-    """Go by ``new`` from here on, in place of what was measured on its machine before."""
+    """Use ``new`` from now on, instead of earlier measurements of its machine."""
     MEASURED[:] = [one for one in MEASURED if one.key != new.key] + [new]
     measured_tiles.cache_clear()
 
 
 def save(new):
-    """Write ``new`` to measured.json, in place of what was measured on its machine before. What other processes have
-    written there in the meantime stays."""
+    """Write ``new`` to measured.json instead of earlier measurements of its machine. Entries that other processes wrote
+    in the meantime are kept."""
     together = [one for one in read() if one.key != new.key] + [new]
     entries = ",\n".join(json.dumps(one._asdict()) for one in sorted(together, key=lambda one: one.key))
     file = FILE.with_suffix(f".{os.getpid()}.new")

@@ -1,8 +1,8 @@
-"""Heads that keep their own tokens only: query head i at token t sees the tokens u <= t that use head i.
+"""Heads that keep only their own tokens: query head i at token t sees the tokens u <= t that use head i.
 
-Shared heads are used by every token, so that they see all. Where query heads share a key/value head, each sees its own
-tokens of it. ``with_marks`` needs no mask of [s, s]: any kernel of causal attention computes it, with documents and
-windows, but computes all scores. With ``in_slots`` a head is causal attention over the shorter sequence of its tokens.
+Shared heads are used by every token, so they see all tokens. Query heads that share a key/value head each see their own
+tokens. ``with_marks`` works with any kernel of causal attention, documents and windows, but all scores are computed.
+``in_slots`` computes causal attention over the shorter sequence of a head's tokens.
 
 Shapes: s sequence, b batch, h query heads, kv key/value heads, r = h / kv, e head dimension.
 """
@@ -14,12 +14,12 @@ ALIGNED = 8  # features: kernels of GPUs want multiples of it
 
 
 def marked_features(e, r):
-    """How many features the marks take."""
+    """Return the number of features that the marks take."""
     return r + -(e + r) % ALIGNED
 
 
 def in_slots(backend, query, key, value, gates, used, documents=None):
-    """g_i H_i by a sparse ``backend``: the tokens that use a head are put before all others, in their order."""
+    """Compute g_i H_i by a sparse ``backend`` after moving the tokens that use a head before all others, in order."""
     if documents is not None:
         raise RuntimeError("keys are left out of whole sequences only, not of documents nor windows; choose auto")
     order = (used == 0).to(torch.uint8).argsort(dim=0, stable=True)  # [s, b, h]
@@ -31,11 +31,11 @@ def in_slots(backend, query, key, value, gates, used, documents=None):
 
 
 def with_marks(query, key, value, used):
-    """Query [s, b, h, e'], key and value [s, b, kv, e'] with a feature for each of the r query heads that share a key.
+    """Add to query [s, b, h, e], key and value [s, b, kv, e] a feature for each of the r query heads that share a key.
 
-    used: [s, b, h], bool or 0 and 1. In a query it is 1 at its own head, if the token uses that head; in a key 0 for a
-    head that the token uses, else a number so low that no probability is left; in a value 0. A query of a head that the
-    token does not use has none: it sees all keys, its scores stay in range, and its gate is 0.
+    used: [s, b, h], bool or 0 and 1. In a query the feature of its own head is 1 if the token uses that head. In a key
+    it is 0 if the token uses the head, else so low that no probability is left. In a value it is 0. Queries of unused
+    heads have no mark: they see all keys, their scores stay in range, and their gate is 0.
     """
     of_key = used.to(query.dtype).unflatten(2, (key.shape[2], -1))  # [s, b, kv, r]
     r, e = of_key.shape[3], query.shape[3]

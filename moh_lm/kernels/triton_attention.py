@@ -1,8 +1,7 @@
 """The Triton backend as two operators of torch: ``moh_lm::head_sparse_attention`` and its backward pass.
 
-Both have fake versions, so ``torch.compile(fullgraph=True)`` sees through them; no shape depends on the routing, so
-routing anew never compiles anew, and a CUDA graph can be replayed. ``moh_lm.kernels.triton_forward`` explains the
-kernels.
+Both have fake versions, so ``torch.compile(fullgraph=True)`` accepts them. No shape depends on the routing, so another
+routing never recompiles, and a CUDA graph can be replayed. ``moh_lm.kernels.triton_forward`` explains the kernels.
 
 Shapes: s sequence, b batch, e head dimension, heads query heads, a multiple of the key/value heads.
 """
@@ -24,7 +23,7 @@ from moh_lm.kernels.triton_gates import differentiate_gates
 
 
 class Tiles(NamedTuple):
-    """block_m: slots per block. block_n: keys per block. The other two are Triton's."""
+    """block_m: slots per block. block_n: keys per block. The other two fields are Triton's."""
 
     block_m: int
     block_n: int
@@ -55,7 +54,8 @@ FP32 = dict.fromkeys(("forward", "query", "key"), {128: Tiles(32, 32, 4, 1)})
 
 
 def tiles(kernel, dtype, head_dim, capability):
-    """``Tiles`` of "forward", "query" (dQ) or "key" (dK/dV). capability: of the GPU, (9, 0); None: interpreted."""
+    """Return the ``Tiles`` of "forward", "query" (dQ) or "key" (dK/dV). capability: such as (9, 0); None: interpreted.
+    """
     if capability is None:
         table = HOPPER
     else:
@@ -64,7 +64,7 @@ def tiles(kernel, dtype, head_dim, capability):
 
 
 def fastest_tiles(kernel, query):
-    """Those that were measured on the GPU of ``query`` [s, ..., e], or those chosen without."""
+    """Return the tiles that were measured on the GPU of ``query`` [s, ..., e], or else the default ones."""
     measured = measured_tiles(query.device, query.dtype, kernel, query.shape[0], query.shape[-1])
     if measured:
         return Tiles(*measured)
@@ -76,25 +76,25 @@ def up_to(head_dim, choices):
 
 
 def triton_heads(query, key, value, gates, selected, documents=None):
-    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``gated_attention``."""
+    """Compute g_i H_i of the selected heads, and 0 elsewhere. For shapes see ``gated_attention``."""
     starts, ends = (None, None) if documents is None else (bound.contiguous() for bound in documents[:2])
     return head_sparse_attention(query, key, value, gates, selected, None, starts, ends)[0]
 
 
 def joined_heads(query, key, value, gates, selected, first, groups, attend_shared):
-    """g_i H_i of all heads, of which the ``first`` ones, on ``groups`` key/value heads, are shared by all tokens.
+    """Compute g_i H_i of all heads; the ``first`` ones, on ``groups`` key/value heads, are shared by all tokens.
 
-    attend_shared: from query, key and value of those to their H [s, b, first, e].
+    attend_shared: maps query, key and value of the shared heads to their H [s, b, first, e].
     """
     *shared, query, key, value = Take.apply(query, key, value, first, groups)
     return head_sparse_attention(query, key, value, gates, selected, attend_shared(*shared))[0]
 
 
 class Take(torch.autograd.Function):
-    """Query, key and value of the first heads [s, b, first or groups, e]; and whole, for ``head_sparse_attention``.
+    """Returns query, key and value of the first heads, and unchanged for ``head_sparse_attention``.
 
-    Splitting and joining heads would copy whole tensors: the outputs, and the gradients of query, key and value. So the
-    operator makes these whole, and the gradients of the first heads are put into them here.
+    Splitting and joining heads would copy whole tensors. Instead, the operator allocates outputs and gradients for all
+    heads, and this function writes the gradients of the first heads into them.
     """
 
     @staticmethod
@@ -122,14 +122,15 @@ def head_sparse_attention(
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """g_i H_i of the heads in ``context``; of the other heads where a token selects head i, else 0 [s, b, heads, e].
-    And what the backward pass needs of the others: positions and after of ``Compaction``, H in selected slots [b,
-    heads, s, e], log2 of the softmax sums in them [b, heads, s].
+    """Compute g_i H_i of the heads in ``context``, and of the others where a token selects them, else 0: [s, b, heads,
+    e].
+
+    Also returns what the backward pass needs: positions and after of ``Compaction``, H in selected slots [b, heads, s,
+    e], and the log2 of the softmax sums, [b, heads, s]. Only the first result has a gradient.
 
     query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. selected: [s, b, heads],
-    bool or 0 and 1. context: H_i of the first heads [s, b, first, e], which share no keys with others; None: of no
-    head. starts, ends: of ``AttentionMask``, or None. Only the first result has a gradient; those of ``query``, ``key``
-    and ``value`` are not written where the heads of ``context`` are.
+    bool or 0 and 1. context: H_i of the first heads [s, b, first, e], which share no keys with others, or None. starts,
+    ends: see ``AttentionMask``, or None. Gradients of query, key and value are not written for the heads in context.
     """
     check_runs(forward_kernel, query)
     out = query.new_empty(query.shape)
@@ -147,7 +148,7 @@ def head_sparse_attention(
 
 
 def others(first, query, key, value, gates):
-    """The heads beyond the ``first`` query heads, views."""
+    """Return views of the heads after the ``first`` query heads."""
     groups = first * key.shape[2] // query.shape[2]
     return query[:, :, first:], key[:, :, groups:], value[:, :, groups:], gates[:, :, first:]
 
@@ -181,10 +182,9 @@ def head_sparse_attention_backward(
     kept: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key, value, gates and context (of none if None), from that of the first result of
-    ``head_sparse_attention``."""
+    """Return the gradients of query, key, value, gates and context, from that of the first result."""
     gradients = dq, dk, dv, dgates, dcontext = empty_gradients(query, key, value, gates, context)
-    if torch.is_anomaly_enabled():  # which would find NaN where ``Take`` is still to write
+    if torch.is_anomaly_enabled():  # it would find NaN where ``Take`` has not written yet
         for tensor in (dq, dk, dv):
             tensor.zero_()
     with torch.cuda.device_of(query):  # Triton launches on the current device
@@ -228,15 +228,15 @@ head_sparse_attention.register_autograd(differentiate, setup_context=keep_for_ba
 
 
 def kernel_layout(query, key, value, gates):
-    """The inputs with contiguous rows, key and value with equal strides: views where they already are so."""
+    """Return the inputs with contiguous rows, key and value with equal strides, without copies if possible."""
     if key.stride() != value.stride():
         key, value = key.contiguous(), value.contiguous()
     return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value, gates))
 
 
 def launch(kernel, name, query, key, value, gates, positions, after, starts, ends, others, result, gradient=None):
-    """Run a kernel of triton_forward or triton_backward; ``others``: its arguments between ``ends`` and the strides;
-    result: one that it writes."""
+    """Run a kernel of triton_forward or triton_backward. others: its arguments between ``ends`` and the strides.
+    result: one of its outputs."""
     length, batch, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     tile = fastest_tiles(name, query) if query.is_cuda else tiles(name, query.dtype, head_dim, None)
@@ -259,12 +259,12 @@ LARGEST_INT32 = 2**31 - 1
 
 
 def index_type(tensors):
-    """Of the product of a position and the stride of the sequence in ``tensors`` [s, ...]."""
+    """Return the integer type for a position times the stride of the sequence in ``tensors`` [s, ...]."""
     return tl.int32 if max(tensor.shape[0] * tensor.stride(0) for tensor in tensors) < LARGEST_INT32 else tl.int64
 
 
 def check_runs(kernel, query):
-    """Raise ValueError for a head dimension [..., e] without kernels, RuntimeError for tensors that are on no GPU."""
+    """Raise ValueError for an unsupported head dimension, RuntimeError for tensors that are not on a GPU."""
     head_dim = query.shape[-1]
     if head_dim not in TRITON_HEAD_DIMS:
         raise ValueError(f"attention backend triton: head dimension {head_dim}, not of {TRITON_HEAD_DIMS}; use dense")
@@ -273,7 +273,7 @@ def check_runs(kernel, query):
 
 
 def constants(head_dim):
-    """The constants of a kernel that follow from the head dimension, in two parts: 96 = 64 + 32."""
+    """Return the constants of a kernel for a head dimension, split into two parts: 96 = 64 + 32."""
     power = 1 << head_dim.bit_length() - 1  # the largest power of two in it
     scale = head_dim**-0.5
     return dict(D1=power, D2=head_dim - power, SCALE=scale, SCALE2=scale * math.log2(math.e))

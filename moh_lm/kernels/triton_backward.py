@@ -1,7 +1,7 @@
 """The backward pass of head-sparse attention in Triton: dQ and dGates over slots, dK and dV over keys.
 
-With P the probabilities, computed again from the softmax sums of the forward pass (``moh_lm.kernels.triton_forward``,
-whose names hold here), and delta kept in slots:
+The probabilities P are recomputed from the softmax sums of the forward pass, and delta is kept in slots. Names are
+those of ``moh_lm.kernels.triton_forward``.
 
     dg_i = delta_i = rowsum(dOut_i * H_i)            right for g = 0 too, since nothing is divided by it
     dS_ij = g_i P_ij (dOut_i . V_j - delta_i)        dQ = scale dS K,   dK = scale dS^T Q

@@ -1,4 +1,4 @@
-"""``moh_lm.kernels.compaction.compact`` as one Triton kernel: a dozen small operations of torch become one launch."""
+"""``moh_lm.kernels.compaction.compact`` as one Triton kernel instead of a dozen small torch operations."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ TOKENS = 1024  # read at a time
 
 @triton.jit
 def compact_kernel(selected, positions, after, stride_s, stride_b, stride_h, num_heads, seq, TOKENS: tl.constexpr):
-    """positions and after of one head, from the last tokens back. Grid: (b * heads,)."""
+    """Write positions and after of one head, from the last tokens back. Grid: (b * heads,)."""
     bh = tl.program_id(0).to(tl.int64)
     selected += bh // num_heads * stride_b + bh % num_heads * stride_h
     positions += bh * seq
@@ -29,7 +29,7 @@ def compact_kernel(selected, positions, after, stride_s, stride_b, stride_h, num
 
 
 def compact(selected):
-    """``Compaction`` of a selection [s, b, heads], bool or 0 and 1."""
+    """Return the ``Compaction`` of a selection [s, b, heads], bool or 0 and 1."""
     length, batch, heads = selected.shape
     positions = selected.new_empty((batch, heads, length), dtype=torch.int32)
     after = selected.new_empty((batch, heads, length + 1), dtype=torch.int32)

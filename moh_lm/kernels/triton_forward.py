@@ -1,4 +1,5 @@
-"""Head-sparse causal attention in Triton: FlashAttention-2 over the selected queries of every head. The forward pass.
+"""Head-sparse causal attention in Triton: FlashAttention-2 over the selected queries of every head. This is the forward
+pass.
 
 What differs from FlashAttention-2:
 
@@ -18,8 +19,8 @@ What differs from FlashAttention-2:
 5. Gates. out = g H, and H itself is kept for the backward pass (``moh_lm.kernels.triton_backward``), in slots.
 6. A head dimension that is no power of two is taken in two parts (96 = 64 + 32), not padded.
 
-The softmax is kept in base 2, in fp32 (in fp64 for fp64, which only the interpreter runs).
-``moh_lm.kernels.triton_attention`` launches the kernels.
+The softmax uses base 2 in fp32 (fp64 for fp64, which only the interpreter runs). ``moh_lm.kernels.triton_attention``
+launches the kernels.
 
 Names: q, k, v, gates, out as in Eq. 4 of the paper; kept is H in slots, lse the log2 of the softmax sums in slots;
 wanted are positions, and ``seq`` for rows that are not selected. stride_qs, _qb, _qh: of the sequence, the batch and

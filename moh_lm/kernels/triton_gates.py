@@ -1,7 +1,6 @@
 """The backward pass of the gates of heads that scaled dot-product attention computed, as one Triton kernel.
 
-With H_i such a head, dOut_i the gradient of g_i H_i:  dH_i = g_i dOut_i,  dg_i = rowsum(dOut_i * H_i): both from one
-reading of dOut and H.
+With dOut_i the gradient of g_i H_i it computes dH_i = g_i dOut_i and dg_i = rowsum(dOut_i * H_i) in one pass.
 """
 
 import torch
@@ -12,7 +11,7 @@ ROWS = 32  # of a program
 
 
 def differentiate_gates(gradient, context, gates, dcontext, dgates):
-    """Gradients of g_i H_i [s, b, heads, e] into those of H_i and, into the first heads of a contiguous tensor, g_i."""
+    """Write the gradients of H_i and g_i, given that of g_i H_i [s, b, heads, e]."""
     length, batch, heads, head_dim = context.shape
     gate_kernel[(triton.cdiv(length * batch * heads, ROWS),)](
         gradient, context, gates, dcontext, dgates, *gradient.stride(), *context.stride(), *gates.stride(),
@@ -27,8 +26,7 @@ def gate_kernel(
     stride_cs, stride_cb, stride_ch, stride_ce, stride_gs, stride_gb, stride_gh, seq, batch, num_heads, width,
     E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dH = g dOut and dg = rowsum(dOut * H) for ROWS of the s * b * num_heads rows; dcontext has the strides of
-    context. Grid: (blocks of rows,)."""
+    """Compute dH and dg for ROWS of the rows of s, b and heads; dcontext has the strides of context."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = row % num_heads
     b = row // num_heads % batch

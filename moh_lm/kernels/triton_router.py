@@ -30,7 +30,7 @@ AT_ONCE = 4096  # numbers that ``finish_kernel`` reads at once
 
 
 def constants(form, numbers, dtype):
-    """Those of both kernels that know scores. numbers: G, NS, E, heads of an expert, TWO."""
+    """Return those of both kernels that know scores. numbers: G, NS, E, heads of an expert, TWO."""
     groups, shared, routed, size, two = numbers
     padded = triton.next_power_of_2(groups + two)
     width = max(2 * two, triton.next_power_of_2(shared + routed), 16 // padded)  # 16: the least of a product
@@ -49,7 +49,7 @@ def wide_of(dtype):
 
 
 def pointers(w_shared, w_routed, w_type):
-    """The weights, with another in the place of one that is not there, whose rows no kernel reads."""
+    """Return the weights, with another in the place of each missing one, whose rows no kernel reads."""
     weights = (w_shared, w_routed, w_type)
     return [next(w for w in (weight, *weights) if w is not None) for weight in weights]
 
@@ -60,8 +60,9 @@ def route(
     bias: torch.Tensor | None, use: torch.Tensor | None, replayed: torch.Tensor | None,
     form: str, numbers: Sequence[int], active: int, rate: float, says_selected: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gates [s, b, h]; the heads in use, bool [s, b, h], or empty unless ``says_selected``; the selection [s, b, G E];
-    scores [s, b, RP]; sums over blocks of tokens [blocks, b, 2 G E + 3] of P, selections, gates, their squares, a1.
+    """Return gates [s, b, h]; the heads in use, bool [s, b, h], or empty unless ``says_selected``; the selection
+    [s, b, G E]; scores [s, b, RP]; and sums over blocks of tokens of P, selections, gates, their squares and a1,
+    [blocks, b, 2 G E + 3].
 
     bias: int32 [G E], to be multiplied by ``rate``, or None. use, replayed: of ``SelectionReplay``, or None. active: K
     of a group.
@@ -96,7 +97,7 @@ def finish(
     parts: torch.Tensor, share: torch.Tensor | None, whole: torch.Tensor | None, tokens: int, scale: float,
     factor: float, together: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The loss [], the rows [b, 4 + E] of moh_lm/model/balance.py, and d loss / d P of a token [b, E], E of all groups.
+    """Return the loss [], the rows [b, 4 + E] of moh_lm/model/balance.py, and d loss / d P of a token [b, E]; E of all.
 
     parts: of ``route``. share: f of Eq. 7 [E], or None for that of each sequence. whole: selections of whole sequences
     [b, E] where ``parts`` are of slices, or None. tokens: of a sequence. factor: of L_b in the rows; scale: of the
@@ -126,7 +127,7 @@ def differentiate(
     selection: torch.Tensor, scores: torch.Tensor, slope: torch.Tensor, dgates: torch.Tensor, dloss: torch.Tensor,
     form: str, numbers: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dx [s, b, d] and the gradient of [W_s; W_r; W_h], [R, d]; from those of the gates [s, b, h] and of the loss."""
+    """Return dx [s, b, d] and d[W_s; W_r; W_h], [R, d], from the gradients of gates [s, b, h] and loss."""
     dx, dweights = results = empty_gradients(x, None, None, None, None, scores, None, None, None, form, numbers)
     (length, batch, d), rows = x.shape, len(dweights)
     dgates = dgates if dgates.stride(-1) == 1 else dgates.contiguous()
@@ -215,7 +216,7 @@ def forward_kernel(
 
 @triton.jit
 def row_numbers(G: tl.constexpr, NS: tl.constexpr, E: tl.constexpr, W: tl.constexpr, RP: tl.constexpr):
-    """For each score the row of [W_s; W_r; W_h] that gives it, [RP]; ROWS or above where there is none."""
+    """Return for each score the row of [W_s; W_r; W_h] that gives it, [RP]; ROWS or above where there is none."""
     g = tl.arange(0, RP) // W
     c = tl.arange(0, RP) % W
     experts = tl.where(c < NS, g * NS + c, G * NS + g * E + c - NS)
@@ -227,7 +228,7 @@ def load_weights(
     ws, wr, wt, k, d, G: tl.constexpr, NS: tl.constexpr, E: tl.constexpr, W: tl.constexpr, RP: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Channels ``k`` of the weights of each score, [RP, len(k)]."""
+    """Return channels ``k`` of the weights of each score, [RP, len(k)]."""
     row = row_numbers(G, NS, E, W, RP)[:, None]
     first = tl.where(row < G * (NS + E), wr + (row - G * NS) * d, wt + (row - G * (NS + E)) * d)
     first = tl.where(row < G * NS, ws + row * d, first)
@@ -238,8 +239,8 @@ def load_weights(
 def places(
     G: tl.constexpr, NS: tl.constexpr, E: tl.constexpr, TWO: tl.constexpr, GP: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """For each score [1, GP, W] its number among routed and among all experts; whether it is of a shared expert, of a
-    routed one, or of W_h."""
+    """Return for each score [1, GP, W] its number among routed and among all experts, and whether it is of a shared
+    expert, of a routed one, or of W_h."""
     g = tl.arange(0, GP)[None, :, None]
     c = tl.arange(0, W)[None, None, :]
     shared = (g < G) & (c < NS)
@@ -249,7 +250,7 @@ def places(
 
 @triton.jit
 def activate(z, shared, routed, types, FORM: tl.constexpr):
-    """Gates before selection and stages; P of Eq. 7 of routed experts, with the softmax of W_h x: [tokens, GP, W]."""
+    """Return gates before selection and stages, and P of Eq. 7 with the softmax of W_h x: [tokens, GP, W]."""
     if FORM == "sigmoid":
         gate = 2.0 * sigmoid(z)
         probability = softmax(tl.minimum(z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(z))), routed)
@@ -266,14 +267,14 @@ def sigmoid(x):
 
 @triton.jit
 def softmax(z, on):
-    """Over what is ``on`` in each row; 0 elsewhere."""
+    """Return the softmax over what is ``on`` in each row; 0 elsewhere."""
     powers = tl.where(on, tl.exp(z - tl.max(tl.where(on, z, -float("inf")), 2)[:, :, None]), 0.0)
     return tl.where(on, powers / tl.sum(powers, 2)[:, :, None], 0.0)
 
 
 @triton.jit
 def of_selected(gate, on, shared, routed, NS: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr):
-    """Gates before the stages, 0 of routed experts that are not ``on``."""
+    """Return gates before the stages, 0 of routed experts that are not ``on``."""
     if FORM == "paper_scaled":
         gate = gate * tl.where(shared, NS, E)
     chosen = gate * on
@@ -286,7 +287,7 @@ def of_selected(gate, on, shared, routed, NS: tl.constexpr, E: tl.constexpr, FOR
 
 @triton.jit
 def of_types(probability, types, c, FORM: tl.constexpr):
-    """a1 and a2 of Eq. 6, [tokens] each."""
+    """Return a1 and a2 of Eq. 6, [tokens] each."""
     a1 = tl.sum(tl.sum(tl.where(types & (c == 0), probability, 0.0), 2), 1)
     a2 = tl.sum(tl.sum(tl.where(types & (c == 1), probability, 0.0), 2), 1)
     if FORM != "paper":
@@ -339,7 +340,7 @@ def backward_kernel(
     SIZE: tl.constexpr, TWO: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dx of BD channels and their dW, of ``tiles`` blocks of BT of the s b tokens. Grid: (parts, channels / BD).
+    """Compute dx of BD channels, and their dW of ``tiles`` blocks of BT tokens. Grid: (parts, channels / BD).
 
     The gradients of the scores are computed again for each block of channels: RP numbers a token, out of the cache."""
     k = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -384,7 +385,7 @@ def backward_kernel(
 def differentiate_gates(
     z, on, dg, dp, shared, routed, types, NS: tl.constexpr, E: tl.constexpr, TWO: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    """The gradients of the scores, from those of the gates and of P of Eq. 7."""
+    """Return the gradients of the scores, from those of the gates and of P of Eq. 7."""
     gate, probability = activate(z, shared, routed, types, FORM)
     if FORM == "sigmoid":
         dg = tl.where(shared, dg, dg * on)
@@ -412,14 +413,14 @@ def differentiate_gates(
 
 @triton.jit
 def softmax_backward(p, dp):
-    """The gradient of what is 0 outside of the softmax."""
+    """Return the gradient of the scores of a softmax ``p`` that is 0 elsewhere."""
     pairs = p * dp
     return pairs - p * tl.sum(pairs, 2)[:, :, None]
 
 
 @triton.jit
 def weights_kernel(sums, out, count, size, BLOCK: tl.constexpr):
-    """The sum of ``count`` parts in their order. Grid: (size / BLOCK,)."""
+    """Add ``count`` parts in their order. Grid: (size / BLOCK,)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], sums.dtype.element_ty)
     for _ in range(0, count):

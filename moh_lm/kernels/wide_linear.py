@@ -1,9 +1,8 @@
-"""x W^T in fp32, where x and W are bf16: the scores of the router, without a copy of x in fp32.
+"""Computes the scores of a router, x W^T in fp32 with x and W in bf16, without a copy of x in fp32.
 
-A product of two bf16 numbers is exact in fp32, and the tensor cores of a GPU add in fp32: only the result has to be
-kept so. With W of few rows, reading and writing copies of x would take many times what the products take. Backward, the
-gradient is fp32; it is split into two bf16 numbers, high + low, whose sum has twice the bits, and each of the two
-products is one with both.
+A product of two bf16 numbers is exact in fp32, and tensor cores add in fp32, so only the result must be fp32. Since W
+has few rows, copies of x would cost many times more than the products. In the backward pass the fp32 gradient is split
+into two bf16 numbers, high + low, and multiplied as both.
 
 Shapes: n rows of W, d hidden size.
 """
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 
 
 def wide_linear(x, weight):
-    """x [..., d], weight [n, d] -> [..., n], in fp32, or in fp64 if one of them is."""
+    """Multiply x [..., d] by weight [n, d]: [..., n] in fp32, or in fp64 if one of them is fp64."""
     if x.dtype == weight.dtype == torch.bfloat16:
         return WideLinear.apply(x, weight)
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
@@ -38,5 +37,5 @@ class WideLinear(torch.autograd.Function):
 
 
 def product(a, b):
-    """The matrix product in fp32."""
+    """Return the matrix product in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())

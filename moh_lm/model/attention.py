@@ -1,9 +1,9 @@
 """Mixture-of-Head attention: MoH(x_t) = sum_i g_i H_i W_O_i (Eq. 4).
 
 A head is H_i = softmax(q_i k_i^T / sqrt(e)) v_i with q_i = W_Q_i x and so on (Eq. 1 and 2), and the output projection
-sums over heads (Eq. 3). So the gates g_i multiply the heads before it. The layer is tensor parallel by heads: every
-rank holds the same share of the shared and of the routed heads, so that none computes more than another. Files keep the
-canonical order, shared heads first; ``HeadPartition`` maps one order to the other.
+sums over heads (Eq. 3). The gates g_i therefore multiply the heads before it. The layer is tensor parallel by heads:
+every rank holds the same share of the shared and of the routed heads, so that none computes more than another. Files
+keep the canonical order, shared heads first; ``HeadPartition`` maps one order to the other.
 
 Shapes: s sequence, b batch, tp tensor-parallel ranks, h query heads, kv key/value heads, d hidden size, e head
 dimension.
@@ -18,9 +18,8 @@ from moh_lm.parallel.mappings import gather_sequence
 class Attention(nn.Module):
     """Self-attention with a gate per head.
 
-    moh_lm/build.py makes the parts and chooses the subclass: one may project x in another way (``make_projections`` and
-    ``project``), route after the queries are made (``forward``), or weigh what heads give (``output``). This class
-    knows none of them.
+    moh_lm/build.py makes the parts and chooses the class. Subclasses change how x is projected (``project``), route
+    after the queries are computed (``forward``), or scale the outputs of heads (``output``).
     """
 
     def __init__(self, config, heads, router, core_attention, positions, init_std, output_std):
@@ -31,7 +30,7 @@ class Attention(nn.Module):
         self.router, self.core_attention, self.positions = router, core_attention, positions
 
     def make_projections(self, config, heads, init_std, output_std):
-        """The weights of queries, keys, values and outputs."""
+        """Create the weights of queries, keys, values and outputs."""
         d, e = config.hidden_size, config.head_dim
         h, kv = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = ColumnParallelLinear(d, h * e, init_std, heads.partition(0, e))
@@ -43,7 +42,7 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(h * e, d, output_std, heads.partition(1, e), self.group)
 
     def forward(self, x, inputs, mask=None, replay=None):
-        """x: [s/tp, b, d], normalised -> [s/tp, b, d], and the ``RouterOutput``.
+        """Apply the layer to x [s/tp, b, d], normalised. Returns its output, [s/tp, b, d], and the ``RouterOutput``.
 
         inputs: ``RouterInputs``. mask: ``AttentionMask`` of the documents, or None. replay: ``SelectionReplay``, or
         None.
@@ -57,13 +56,13 @@ class Attention(nn.Module):
         return self.output(heads, x), routing
 
     def output(self, heads, x):
-        """g_i H_i [s, b, h/tp, e] and what they were made of [s, b, d] -> [s/tp, b, d]."""
+        """Project the gated heads [s, b, h/tp, e] to [s/tp, b, d]. x: [s, b, d], the input of the projections."""
         return self.o_proj(heads.flatten(2))
 
     def project(self, x, table):
-        """Queries before their norm and positions [s, b, h/tp, e]; keys at their positions and values [s, b, kv/tp, e].
+        """Project x [s, b, d] to queries [s, b, h/tp, e], keys and values [s, b, kv/tp, e].
 
-        x: [s, b, d]. table: of ``RotaryPositions.table``.
+        Keys are already normalised and rotated, queries not yet. table: from ``RotaryPositions.table``.
         """
         key, value = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         key = self.positions.key(self.k_norm(key), table)

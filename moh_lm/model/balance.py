@@ -1,12 +1,11 @@
-"""The load balance loss (Eq. 7), how it joins the loss of the task (Eq. 8), and the row that a router keeps.
+"""The load balance loss (Eq. 7), how it is added to the loss of the task (Eq. 8), and the row that a router keeps.
 
     L_b = sum over routed i of f_i P_i                                                            (Eq. 7)
     L = L_task + beta (mean of L_b over layers with routed heads and micro-batches)               (Eq. 8)
 
-f_i is the share of the tokens that select expert i, P_i the mean of its probability. Eq. 8 has no mean over layers in
-the paper; the authors' released code takes it. beta over the number of losses is a factor of each loss
-(``HeadRouter``), and ``attach_loss`` does the addition: a router's loss starts its own backward pass where it is
-computed.
+f_i is the share of the tokens that select expert i, P_i the mean of its probability. The mean over layers is not in the
+paper's Eq. 8 but in the authors' released code. Each loss is already multiplied by beta over the number of losses
+(``HeadRouter``). ``attach_loss`` does the addition: the backward pass of a router's loss starts where it was computed.
 
 Shapes: s sequence, b batch, tp tensor-parallel ranks, E routed experts.
 """
@@ -16,23 +15,22 @@ import torch.distributed as dist
 
 from moh_lm.parallel.groups import group_size
 
-# The row of a sequence, float [4 + E]: its L_b; over its tokens the sums of a1 (0 without the second stage), and of the
-# gates of all experts and their squares; how often each routed expert was selected. Of this rank's tokens: the rows of
-# all tensor-parallel ranks add up.
+# The row of a sequence, float [4 + E]: L_b, the sum of a1 (0 without the second stage), the sums of gates and of their
+# squares, and how often each routed expert was selected. It covers this rank's tokens; rows of tp ranks add up.
 BALANCE, A1, GATES, SQUARES, COUNTS = 0, 1, 2, 3, slice(4, None)
 
 
 def row_width(layer):
-    """Numbers in the row of a sequence. layer: ``RoutedLayer`` of moh_lm.config."""
+    """Return the length of a sequence's row. layer: ``RoutedLayer``."""
     return COUNTS.start + layer.num_routed
 
 
 def balance_loss(probability, selected, group, previous_share=None, together=False):
-    """L_b of Eq. 7 for every sequence, and how often this rank's tokens selected each expert: [b], [b, E].
+    """Return L_b of Eq. 7 for every sequence, [b], and how often this rank's tokens selected each expert, [b, E].
 
-    probability, selected: [s/tp, b, E]. previous_share: f for all sequences, [E], in place of the share of each.
-    together: f and P are of all sequences of the micro-batch, and so each has the same loss.
-    The losses of all tensor-parallel ranks add up to that of the whole sequence.
+    The losses of all tensor-parallel ranks add up to that of the whole sequence. probability, selected: [s/tp, b, E].
+    previous_share: [E], the f to use for all sequences instead of their own. together: compute f and P over all
+    sequences of the micro-batch, so that all have the same loss.
     """
     tokens = probability.shape[0] * group_size(group)  # of one sequence
     selections, probabilities = selected.sum(0), probability.sum(0)  # [b, E]
@@ -49,8 +47,8 @@ def balance_loss(probability, selected, group, previous_share=None, together=Fal
 
 
 def make_rows(losses, a1, gates, selections, copies):
-    """The rows [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or None without the second stage. gates: [s/tp, b, n].
-    selections: [b, E]. copies: ranks that have the same tokens, if these are not divided."""
+    """Return the rows, [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or None without a second stage. gates: [s/tp, b, n].
+    selections: [b, E]. copies: number of ranks that process the same tokens."""
     weights = a1.detach().sum(0) if a1 is not None else torch.zeros_like(losses)[:, None]  # [b, 1]
     gates = gates.detach()
     sums = [part.sum((0, 2))[:, None] for part in (gates, gates.square())]
@@ -61,8 +59,7 @@ def make_rows(losses, a1, gates, selections, copies):
 class RouterRows:
     """The rows of one layer, kept until ``take`` is called.
 
-    Rows are added in the backward pass. It runs once per micro-batch even if activations are recomputed, and in the
-    order of the micro-batches.
+    The backward pass adds them, since it runs once per micro-batch, in order, even if activations are recomputed.
     """
 
     def __init__(self):
@@ -72,8 +69,8 @@ class RouterRows:
         self.rows.append(rows)
 
     def take(self):
-        """[n, 4 + E] float64: a row for each sequence of this rank since the last call, in their order; None without
-        any, as in a dense warm-up."""
+        """Return a row for each sequence of this rank since the last call, float64 [n, 4 + E]; None if there is none,
+        as in a dense warm-up."""
         rows, self.rows = self.rows, []
         return torch.cat(rows).double() if rows else None
 
@@ -81,8 +78,8 @@ class RouterRows:
 def attach_loss(hidden, loss, rows, kept):
     """Return ``hidden`` unchanged; its backward pass also starts that of ``loss``, as if added to L_task (Eq. 8).
 
-    So the auxiliary loss need not be threaded through later layers and pipeline stages. rows: added to ``kept``, a
-    ``RouterRows``, in that backward pass.
+    The loss need not be passed through later layers and pipeline stages. That backward pass also adds ``rows`` to the
+    ``RouterRows`` ``kept``.
     """
     return AttachLoss.apply(hidden, loss, rows, kept)
 

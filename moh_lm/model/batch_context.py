@@ -1,8 +1,7 @@
-"""What the layers of a stage need to know of the micro-batch that is on its way through the model.
+"""What the layers of a stage need to know about the micro-batch that passes through the model.
 
-The engine feeds the context before a forward pass and tells it what holds for a whole step; each pass begins with
-``advance``. Layers read from it and are never written to. Without documents the mask is None, and attention is causal
-over the whole sequence.
+The engine fills the context before a forward pass, and each pass begins with ``advance``. Layers only read from it.
+Without document boundaries the mask is None, and attention is causal over the whole sequence.
 
 Shapes: s sequence, b batch, E routed experts of a layer.
 """
@@ -18,10 +17,10 @@ from moh_lm.kernels.masks import document_bounds
 class RouterInputs(NamedTuple):
     """What a router needs besides tokens.
 
-    samples: int64 [b], numbers of the sequences in the run, or None where they are not known. dense_warmup: whether all
-    heads have gate 1 for now. previous_share: float32 [E], the share of the tokens of the whole previous step that
-    selected each expert, for ``--load-balance-scope global_batch``; None before the first step. l1: float32 [], what
-    takes the place of the balance loss's coefficient where it follows the number of selected experts; else None.
+    samples: int64 [b], the numbers of the sequences in the run, or None if unknown. dense_warmup: whether all heads
+    have gate 1 for now. previous_share: float32 [E], the share of the previous step's tokens that selected each expert,
+    for ``--load-balance-scope global_batch``; None before the first step. l1: float32 [], the coefficient of the
+    balance loss in forms that adapt it; else None.
     """
 
     samples: torch.Tensor | None = None
@@ -31,10 +30,11 @@ class RouterInputs(NamedTuple):
 
 
 class BatchContext:
-    """Shared by the layers of a stage. ``mask``: ``AttentionMask`` of the documents, or None. ``positions``: int64
-    [b, s], the position of each token in its document, or None. ``samples``: see ``RouterInputs``.
+    """Shared by the layers of a stage.
 
-    makes_masks: whether some layer computes densely, so that one mask of [s, s] is made for all of them.
+    mask: ``AttentionMask`` of the documents, or None. positions: int64 [b, s], the position of each token in its
+    document, or None. samples: see ``RouterInputs``. makes_masks: whether a layer computes densely, so that one mask of
+    [s, s] is made for all of them.
     """
 
     def __init__(self, makes_masks=True):
@@ -44,15 +44,15 @@ class BatchContext:
         self.dense_warmup, self.shares, self.l1 = False, {}, None
 
     def feed(self, positions, samples=None):
-        """Take what belongs to the micro-batches to come, in the order of their forward passes.
+        """Take the data of the coming micro-batches, in the order of their forward passes.
 
-        positions: for each of them int64 [b, s], the position of each token in its document, or None. samples: for each
-        of them int64 [b], or None.
+        positions: for each micro-batch int64 [b, s], the positions of tokens in their documents, or None. samples: for
+        each micro-batch int64 [b], or None.
         """
         self.waiting.extend(zip(positions, samples or [None] * len(positions), strict=True))
 
     def advance(self, device):
-        """Go on to the next micro-batch."""
+        """Move on to the next micro-batch."""
         positions, samples = self.waiting.popleft() if self.waiting else (None, None)
         self.samples = None if samples is None else samples.to(device, non_blocking=True)
         self.mask = self.positions = None
@@ -61,17 +61,17 @@ class BatchContext:
             self.mask = document_bounds(self.positions, self.makes_masks)
 
     def begin(self, dense_warmup):
-        """Say whether the steps to come belong to the dense warm-up."""
+        """Set whether the coming steps belong to the dense warm-up."""
         self.dense_warmup = dense_warmup
 
     def set_shares(self, shares):
-        """Say which share of a step's tokens selected each expert. shares: {layer index: float [E]}."""
+        """Set the share of the last step's tokens that selected each expert. shares: {layer index: float [E]}."""
         self.shares = {layer: share.float() for layer, share in shares.items()}
 
     def set_l1(self, coefficient):
-        """Say the coefficient of the L1 norm of ``relu`` gates, float []."""
+        """Set the coefficient of the L1 norm of ``relu`` gates, float []."""
         self.l1 = coefficient.float()
 
     def router_inputs(self, layer_index):
-        """``RouterInputs`` of a layer for the current micro-batch."""
+        """Return the ``RouterInputs`` of a layer for the current micro-batch."""
         return RouterInputs(self.samples, self.dense_warmup, self.shares.get(layer_index), self.l1)

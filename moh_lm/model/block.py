@@ -1,5 +1,4 @@
-"""A layer whose attention routes heads. It runs, recomputes where that is asked for, and joins the loss of its router
-to that of the task (Eq. 8)."""
+"""A layer that routes heads: it runs, recomputes if asked to, and attaches its router's loss (Eq. 8)."""
 
 import contextlib
 
@@ -12,12 +11,11 @@ from moh_lm.model.router import SelectionReplay
 
 
 class RoutedBlock(nn.Module):
-    """Subclasses have ``router()`` and ``block``(x, *arguments, inputs, replay) on x [s, b, d], which gives the output
-    and a ``RouterOutput``.
+    """A layer of a model. Subclasses define ``router()`` and ``block(x, *arguments, inputs, replay)``, which maps x [s,
+    b, d] to the output and a ``RouterOutput``.
 
-    index: of the layer in the model. batch: ``BatchContext``. ``recompute`` keeps only the input of the layer and
-    computes the rest again in the backward pass, except for the selection of heads: it is kept, so that rounding can
-    never select others the second time. ``rows``: what the router says of each sequence, since it was last asked.
+    index: number of the layer in the model. batch: ``BatchContext``. recompute: keep only the input of the layer and
+    compute the rest again in the backward pass. The selection of heads is kept, so that rounding cannot change it.
     """
 
     def __init__(self, index, batch, recompute=False):
@@ -35,7 +33,7 @@ class RoutedBlock(nn.Module):
         return x if routing.loss is None else attach_loss(x, routing.loss, routing.rows, self.rows)
 
     def recomputed(self, x, arguments):
-        """``run`` under a checkpoint: its second pass uses the selection of the first."""
+        """Run under a checkpoint whose second pass uses the selection of the first."""
         replay = self.router().no_replay(x)
 
         def run_and_remember(x):
@@ -48,12 +46,12 @@ class RoutedBlock(nn.Module):
         return checkpoint(run_and_remember, x, use_reentrant=False, preserve_rng_state=False)
 
     def use_compiled(self, block):
-        """Run ``block``, what torch.compile made of the ``block`` of this class, from now on."""
+        """Use ``block``, a compiled version of this class's ``block``, from now on."""
         self.run = block
 
     @contextlib.contextmanager
     def uncompiled(self):
-        """Run as it is written for a while, so that hooks of its modules are called."""
+        """Use the uncompiled ``block`` within this context, so that hooks of modules are called."""
         compiled, self.run = self.run, type(self).block
         try:
             yield
@@ -62,5 +60,5 @@ class RoutedBlock(nn.Module):
 
 
 def modules_of(model, kind=RoutedBlock):
-    """The modules of a ``kind`` in a model, or in its stage of a pipeline, in the order of layers."""
+    """Return the modules of a ``kind`` in a model, or in its pipeline stage, in the order of layers."""
     return [module for module in model.modules() if isinstance(module, kind)]

@@ -46,7 +46,7 @@ class FusedRouter(HeadRouter):
         return RouterOutput(self.local(gates), self.local(selected) if says_selected else None, loss, rows, selection)
 
     def whole_weights(self):
-        """W_s, W_r and W_h, each None where there is none; their gradients are summed over the ranks."""
+        """Return W_s, W_r and W_h, each None where there is none; their gradients are summed over the ranks."""
         weights = [self.w_shared, self.w_routed, self.w_type]
         if self.group is None:
             return weights
@@ -91,7 +91,7 @@ class FusedRouting(torch.autograd.Function):
 
 
 def compare_with_torch(router, shape):
-    """The largest difference of a gate and of a gradient from those of the torch form, relative to the largest, and the
+    """Return the largest differences of gates and of gradients from the torch form, relative to the largest, and the
     share of the tokens for which the two select other experts, by random weights and tokens of ``shape`` [s/tp, b, d].
 
     Raises RuntimeError if they differ by more than rounding. All ranks of the router call this together.
@@ -122,7 +122,7 @@ def compare_with_torch(router, shape):
 
 
 def gradients(router, x, output, upstream):
-    """The loss, and the gradients of x and of the weights."""
+    """Return the loss, and the gradients of x and of the weights."""
     total = (output.gates * upstream).sum() + output.loss
     return output.loss, *torch.autograd.grad(total, [x, *router.parameters()])
 

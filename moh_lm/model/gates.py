@@ -1,8 +1,8 @@
 """The routing forms: how the scores of a token become the gates of its heads.
 
-An expert is a head, or with ``routing_unit`` key_value_group the heads that share a key/value head. With head_in_group
-heads compete inside their key/value group only (``InGroups``). For a token x_t, of n_s shared experts and E routed
-ones, K of which are selected:
+An expert is a head, or with ``routing_unit`` key_value_group the heads that share a key/value head. With head_in_group,
+heads compete only inside their key/value group (``InGroups``). A token x_t has n_s shared experts and E routed ones, of
+which K are selected:
 
     paper          shared  g_i = a1 softmax(W_s x_t)_i                                       (Eq. 5)
                    routed  g_i = a2 softmax(W_r x_t)_i for the K largest, else 0             (Eq. 5)
@@ -24,8 +24,8 @@ ones, K of which are selected:
                    of the softmax of the scores (the straight-through estimator, Eq. 10)
 
 A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
-moh_lm/config/heads.py, and give it its formula in float64 in tests/reference.py. Exports carry a copy of this
-file as moh_gates.py, so it imports nothing but torch and the standard library.
+moh_lm/config/heads.py, and give it its formula in float64 in tests/reference.py. Exports carry a copy of this file as
+moh_gates.py, so it imports nothing but torch and the standard library.
 
 Shapes: a dot stands for tokens, [s, b] or a slice of them; kv key/value groups.
 """
@@ -37,15 +37,13 @@ import torch.nn.functional as F
 
 
 class Paper:
-    """Eq. 5-6 to the letter, and what the other forms change. layer: its numbers of experts, see ``RoutedLayer`` of
-    moh_lm.config.
+    """The gates of Eq. 5 and 6 exactly as in the paper, and the interface that other forms override.
 
-    ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
-    ``has_types``: whether a second stage weighs shared experts against routed ones (Eq. 6).
-    ``by_sign``: a token selects the routed experts with scores above 0, however many, and not the K largest.
-    ``balance_factor``: multiplies L_b of Eq. 7.
-    ``first_score``: of a selected expert, on average, by the first weights.
-    ``groups``: of experts that compete; ``layer`` has the numbers of one group.
+    layer: ``RoutedLayer`` with the numbers of experts, in one group if only those compete. reads_queries: whether
+    scores are norms of queries instead of products with router weights. has_types: whether a second stage weighs shared
+    against routed experts (Eq. 6). by_sign: whether a token selects all routed experts with scores above 0 instead of
+    the K largest. balance_factor: multiplies L_b of Eq. 7. first_score: mean score of a selected expert at
+    initialization. groups: number of groups whose experts compete among themselves.
     """
 
     reads_queries, has_types, by_sign = False, True, False
@@ -58,37 +56,37 @@ class Paper:
         self.balance_factor = 1
 
     def weights(self, init_std, width):
-        """{name: (rows, deviation of their first values)} of the matrices [rows, width] that give the scores."""
+        """Return {name: (rows, standard deviation of the initial values)} of the router matrices [rows, width]."""
         rows = {"w_shared": self.layer.num_shared, "w_routed": self.layer.num_routed, "w_type": 2 * self.two_stage}
         return {name: (count, init_std) for name, count in rows.items() if count}
 
     def shared_gates(self, scores):
-        """W_s x [., n_s] -> gates before a1 (Eq. 5)."""
+        """Map W_s x [., n_s] to gates before a1 (Eq. 5)."""
         return scores.softmax(-1)
 
     def probability(self, scores):
-        """W_r x [., E] -> what P of Eq. 7 is the mean of; adds up to 1."""
+        """Map W_r x [., E] to the probabilities whose mean is P of Eq. 7; they sum to 1."""
         return scores.softmax(-1)
 
     def affinity(self, scores, probability):
-        """What a bias of the selection is added to, [., E]: between 0 and 1, in the order of the scores."""
+        """Return the values [., E] to which a selection bias is added: between 0 and 1, ordered like the scores."""
         return probability
 
     def routed_gates(self, scores, probability, selected):
-        """W_r x, its ``probability`` and the selection, each [., E] -> gates before a2 (Eq. 5); 0 if not selected."""
+        """Map W_r x, its ``probability`` and the selection, each [., E], to gates before a2 (Eq. 5)."""
         return probability * selected
 
     def type_weights(self, scores):
-        """W_h x [., 2] -> [a1, a2] of Eq. 6, each [., 1]."""
+        """Map W_h x [., 2] to [a1, a2] of Eq. 6, each [., 1]."""
         weights = scores.softmax(-1)
         return (weights * self.type_scale if self.type_scale != 1 else weights).split(1, dim=-1)
 
     def rivals(self, routed):
-        """What is said of routed experts [., E], with those in one dimension, the last, that compete."""
+        """Reshape values of routed experts [., E] so that those which compete share the last dimension."""
         return routed
 
     def in_order(self, shared, routed):
-        """What is said of shared and of routed experts, in the order of the experts: [., n]."""
+        """Join values of shared and of routed experts in the order of the experts: [., n]."""
         return torch.cat((shared, routed), dim=-1)
 
 
@@ -155,7 +153,7 @@ class Relu(Sigmoid):
         return found | ({"w_routed": (self.layer.num_routed, deviation)} if self.layer.num_routed else {})
 
     def probability(self, scores):
-        """The gates, whose mean is P of Eq. 7."""
+        """Return the gates, whose mean is P of Eq. 7."""
         return scores.relu()
 
     def routed_gates(self, scores, probability, selected):
@@ -169,7 +167,7 @@ class QueryNorm(Paper):
         return {}
 
     def scores(self, norms):
-        """Norms of the queries [., h] -> shared [., n_s], routed scores [., E]. A group's query: all of its heads'."""
+        """Map the norms of queries [., h] to scores of shared [., n_s] and of routed experts [., E]."""
         size, num_shared = self.layer.heads_per_expert, self.layer.num_shared
         if size > 1:
             norms = norms.unflatten(-1, (-1, size)).norm(dim=-1)
@@ -177,7 +175,7 @@ class QueryNorm(Paper):
         return shared, self.over_deviation(routed)
 
     def over_deviation(self, routed):
-        if routed.shape[-1] <= 1:  # the unbiased deviation of one number is not defined
+        if routed.shape[-1] <= 1:  # the unbiased deviation of one number is undefined
             return routed
         return routed / routed.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
 
@@ -190,14 +188,14 @@ class QueryNorm(Paper):
 
 
 class InGroups:
-    """A form of heads that compete inside their key/value group only (``routing_unit`` head_in_group).
+    """A form whose heads compete only inside their key/value group (``routing_unit`` head_in_group).
 
-    Eq. 5, 9 and 10 hold in each of the kv groups by itself: the first n_s / kv of its heads are shared, K / kv of the
-    others are selected, and softmaxes run over the heads of one group. L_b is that of a group (Eq. 7), the mean over
-    the groups. [a1, a2] of Eq. 6 belong to the token and are the same in all groups. query_norm divides norms by the
-    deviation over the routed heads of all groups, since two numbers over their own deviation always differ by as much.
+    Eq. 5, 9 and 10 hold within each of the kv groups: its first n_s / kv heads are shared, K / kv of the others are
+    selected, and softmaxes run over its heads. L_b is the mean over the groups (Eq. 7). [a1, a2] of Eq. 6 are the same
+    in all groups. query_norm divides by the deviation over the routed heads of all groups, because two numbers divided
+    by their own deviation always differ by the same amount.
 
-    form: of one group. groups: kv. See ``Paper`` for the methods; experts [., n] are in the order of their groups.
+    form: the form of one group. groups: kv. See ``Paper`` for the methods; experts [., n] are ordered by group.
     """
 
     def __init__(self, form, groups):
@@ -234,7 +232,6 @@ class InGroups:
         return torch.cat((self.by_group(shared), self.by_group(routed)), dim=-1).flatten(-2)
 
     def by_group(self, experts):
-        """[., n] -> [., kv, n / kv]."""
         return experts.unflatten(-1, (self.groups, experts.shape[-1] // self.groups))
 
 
@@ -250,7 +247,7 @@ FORMS = {
 
 
 def form_of(routing, layer, two_stage, groups=1):
-    """The form ``routing`` of experts that compete in so many groups. layer: see ``Paper``; its numbers are those of
-    one group."""
+    """Return the form named ``routing`` for experts that compete within ``groups`` groups. layer: the ``RoutedLayer``
+    of one group."""
     form = FORMS[routing](layer, two_stage)
     return form if groups == 1 else InGroups(form, groups)

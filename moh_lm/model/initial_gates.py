@@ -1,4 +1,4 @@
-"""The gates that the heads of a model begin with, by which a dense warm-up or a change of routing is allowed."""
+"""The initial gates of a model, which decide whether a dense warm-up or a change of routing is allowed."""
 
 import torch
 
@@ -6,12 +6,12 @@ from moh_lm.model.gates import FORMS
 
 
 def gates_of_one(model):
-    """Whether the gates of the mixture ``model`` are 1 where all scores are equal."""
+    """Return whether all gates of the mixture ``model`` are 1 when all scores are equal."""
     return all(abs(gate - 1) < 1e-3 for layer in range(model.num_layers) for gate in layer_gates(model, layer))
 
 
 def layer_gates(model, index):
-    """The gates of shared and of selected experts that a layer of a mixture begins with, on average; 1 of none."""
+    """Return the mean initial gates of the shared and of the selected experts in a layer; 1 if it has none."""
     layer, zeros = model.routed_layer(index).of_group(), torch.zeros
     form = FORMS[model.heads.routing](layer, model.heads.two_stage)
     scores = torch.full((layer.num_routed,), form.first_score)

@@ -1,4 +1,4 @@
-"""The matrices of decoder layers, which Muon updates, and the blocks into which heads divide them, by their names."""
+"""The matrices of decoder layers that Muon updates, and how heads divide them into blocks, by name."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,22 @@ NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
 
 
 def is_block_matrix(name):
-    """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""
+    """Return whether a parameter is a projection in the attention or the MLP of a decoder layer."""
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 class Blocks(NamedTuple):
-    """How a matrix falls into blocks: ``size`` consecutive rows (dim 0) or columns (1) each."""
+    """How a matrix is divided into blocks of ``size`` consecutive rows (dim 0) or columns (dim 1)."""
 
     dim: int
     size: int
 
     def split(self, matrix):
-        """[R, C] -> [blocks, size, C] or [blocks, R, size]."""
+        """Split a matrix [R, C] into [blocks, size, C] or [blocks, R, size]."""
         return matrix.unflatten(self.dim, (-1, self.size)).movedim(self.dim, 0)
 
     def shape(self, whole):
-        """Rows and columns of a block of a matrix with those of ``whole``."""
+        """Return the shape of a block of a matrix with the shape ``whole``."""
         return tuple(self.size if dim == self.dim else size for dim, size in enumerate(whole))
 
     def join(self, blocks):
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(name, model, split):
-    """``Blocks`` of a matrix, or None if it is orthogonalised whole. model: ``ModelConfig``. split: --muon-split."""
+    """Return the ``Blocks`` of a matrix, or None if it is orthogonalised whole. split: value of --muon-split."""
     kind = name.split(".")[-2]
     widths = dict.fromkeys(("q_proj", "q_b_proj"), model.query_dim) | {"kv_b_proj": 2 * model.head_dim}
     widths |= dict.fromkeys(("k_proj", "v_proj", "o_proj", "g_proj"), model.head_dim)

@@ -1,5 +1,5 @@
-"""Multi-head latent attention: keys and values of all heads are made of one short vector, which is all that a cache
-keeps of a token, with one key that carries the position (DeepSeek-V2, arXiv 2405.04434, equations 9 to 19).
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, equations 9 to 19). Keys and values of all heads are
+computed from one short vector. A cache keeps only this vector and one key that carries the position.
 
     c = RMSNorm(W_DKV x)                        the latent, of kv_lora_rank features
     k_i = [rotated W_KR x; W_UK_i c]            the first part is the same for all heads, qk_rope_head_dim features
@@ -7,8 +7,8 @@ keeps of a token, with one key that carries the position (DeepSeek-V2, arXiv 240
     v_i = W_UV_i c
     H_i = softmax(q_i k_i^T / sqrt(e + qk_rope_head_dim)) v_i
 
-Gates multiply the heads and routing goes first, as in ``Attention``. Weights are named and ordered as transformers has
-them: in a head's query the features without positions come first. In here the rotated ones do.
+Routing comes first and gates multiply the heads, as in ``Attention``. Weights have transformers' names and order, in
+which the features without positions come first in a head's query. In this module the rotated ones come first.
 
 Shapes: see attention.py; r = kv_lora_rank, t = qk_rope_head_dim.
 """
@@ -29,7 +29,7 @@ class MultiLatentAttention(Attention):
         d, e, h = config.hidden_size, config.head_dim, config.num_attention_heads
         self.latent_dim, self.rotary_dim = config.kv_lora_rank, config.qk_rope_head_dim
         rank, size, rows = config.q_lora_rank, h * config.query_dim, heads.partition(0, config.query_dim)
-        self.direct = rank is None  # queries are made of the input itself
+        self.direct = rank is None  # queries are projected from the input itself
         if self.direct:
             self.q_proj = ColumnParallelLinear(d, size, init_std, rows)
         else:
@@ -50,13 +50,13 @@ class MultiLatentAttention(Attention):
         return query.unflatten(-1, (-1, self.head_dim + self.rotary_dim)).roll(self.rotary_dim, -1), key, value
 
     def latents(self, x, table):
-        """c [s, b, r] and the rotated key at its positions [s, b, 1, t], of x [s, b, d]."""
+        """Map x [s, b, d] to c [s, b, r] and the rotated key [s, b, 1, t]."""
         latent, key = self.kv_a_proj_with_mqa(x).split((self.latent_dim, self.rotary_dim), -1)
         return self.kv_a_layernorm(latent), self.positions.key(key.unsqueeze(2), table)
 
 
 class LatentCore(CoreAttention):
-    """See ``CoreAttention``. Kernels have keys and values of one width: the shorter values are padded with zeros."""
+    """See ``CoreAttention``. Kernels need keys and values of one width, so values are padded with zeros."""
 
     def forward(self, query, key, value, gates=None, selected=None, mask=None):
         padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))

@@ -1,4 +1,4 @@
-"""Where tokens are: rotary positions of queries and keys (rotary.py has the angles), and a learned table.
+"""Positions of tokens: rotary ones for queries and keys (rotary.py has the angles), and a learned table.
 
 Shapes: s sequence, b batch, tp tensor-parallel ranks, d hidden size, e head dimension.
 """
@@ -22,7 +22,7 @@ class RotaryPositions:
         self.rotary, self.context = rotary, context
 
     def table(self, x, positions=None, length=None):
-        """What ``query`` and ``key`` need for tokens x [s, b, d].
+        """Return the table that ``query`` and ``key`` need for tokens x [s, b, d].
 
         positions: int64 [s] or [1, b], all below ``length``; by default those of this rank's slice of the sequence.
         """
@@ -32,18 +32,18 @@ class RotaryPositions:
         return self.rotary.table(length or len(x), x.dtype, x.device, positions)
 
     def query(self, query, table):
-        """Queries [s, b, h, e] at the positions of the table."""
+        """Rotate queries [s, b, h, e] to their positions."""
         return self.rotary.apply_rotary(query, table)
 
     def key(self, key, table):
-        """Keys [s, b, kv, e] at the positions of the table."""
+        """Rotate keys [s, b, kv, e] to their positions."""
         return self.rotary.apply_rotary(key, table)
 
 
 class LearnedPositions(nn.Module):
-    """Adds e[t] to the embedding of the token at position t of the sequence, or of its document with resets.
+    """Adds e[t] to the embedding of the token at position t of its sequence, or of its document if positions restart.
 
-    batch: ``BatchContext``. Every rank holds the whole table. context: ``ContextGroups``, or None.
+    Every rank holds the whole table. batch: ``BatchContext``. context: ``ContextGroups``, or None.
     """
 
     def __init__(self, config, init_std, group, batch, context=None):
@@ -53,7 +53,7 @@ class LearnedPositions(nn.Module):
         self.rows, self.group, self.batch = config.learned_positions, group, batch
 
     def forward(self, x, positions=None):
-        """x: [s/tp, b, d]. positions: int64 [b, s], or None for those of the documents, or 0 to s - 1."""
+        """Add positions to x [s/tp, b, d]. positions: int64 [b, s]; by default those in documents, or 0 to s - 1."""
         positions = self.batch.positions if positions is None else positions
         if positions is None:
             positions = torch.arange(self.within(len(x) * group_size(self.slices)), device=x.device)[None]
@@ -61,7 +61,7 @@ class LearnedPositions(nn.Module):
         return x + F.embedding(mine.t(), replicate(self.weight, self.group))
 
     def within(self, length):
-        """``length``; raises ValueError if it is above that of the table."""
+        """Return ``length``. Raises ValueError if the table is shorter."""
         if length > self.rows:
             raise ValueError(f"a sequence of {length} tokens: the model has --learned-positions {self.rows}")
         return length

@@ -5,7 +5,7 @@ from moh_lm.parallel.mappings import gather_heads, gather_sequence
 
 
 class QueryNormAttention(Attention):
-    """See ``Attention``. Each rank has the norms of its own heads; the router reads those of all heads."""
+    """See ``Attention``. Each rank computes the norms of its own heads; the router reads those of all heads."""
 
     def forward(self, x, inputs, mask=None, replay=None):
         x = gather_sequence(x, self.group)  # [s, b, d]
@@ -17,5 +17,5 @@ class QueryNormAttention(Attention):
         return self.o_proj(heads.flatten(2)), routing
 
     def norms(self, query):
-        """Norms of the queries of all heads: [s, b, h/tp, e] -> [s, b, h]."""
+        """Map this rank's queries [s, b, h/tp, e] to the norms of all heads, [s, b, h]."""
         return self.router.heads.in_canonical_order(gather_heads(self.router.norms(query), self.group))

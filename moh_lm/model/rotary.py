@@ -33,10 +33,9 @@ NEEDS = {  # type -> the fields of ``Rotary`` that it needs besides theta
 
 
 class Rotary(NamedTuple):
-    """The position encoding of a layer: what a head's query and key become at a position.
+    """The position encoding of a layer: how queries and keys are rotated at each position.
 
-    Its fields are those of ``ModelConfig`` without their prefix ``rope_``; the frequencies follow from them. head_dim:
-    the features of a head that turn, which are its first ones.
+    Fields are those of ``ModelConfig`` without the prefix ``rope_``. head_dim: number of leading features that turn.
     """
 
     head_dim: int
@@ -48,28 +47,29 @@ class Rotary(NamedTuple):
     original_length: int | None = None
 
     def table(self, length, dtype, device, positions=None):
-        """What ``apply_rotary`` needs for positions 0 to ``length`` - 1, or for ``positions``: int64 [s] or [1, b]."""
+        """Return what ``apply_rotary`` needs for positions 0 to ``length`` - 1, or for ``positions``, int64 [s] or [1,
+        b]."""
         table = rotary_table(length, self, dtype, device)
         if positions is None:
             return table
         return [part[positions].reshape(*positions.shape, *(1,) * (3 - positions.dim()), -1) for part in table]
 
     def apply_rotary(self, x, table):
-        """The features of queries or keys [s, b, heads, e] at their positions."""
+        """Rotate the features of queries or keys [s, b, heads, e] to their positions."""
         if self.head_dim in (0, x.shape[-1]):
             return rotate(x, table) if self.head_dim else x
         return torch.cat((rotate(x[..., : self.head_dim], table), x[..., self.head_dim :]), dim=-1)
 
 
 def rotary_of(config, layer_index=0, head_dim=None):
-    """The ``Rotary`` of a layer of a ``ModelConfig``. head_dim: of heads of another width than that of the model."""
+    """Return the ``Rotary`` of a layer. head_dim: width of its heads, by default that of the model."""
     share = config.rotary_fraction if config.position[layer_index] == "rotary" else 0
     width = int((head_dim or config.rotary_dim) * share)  # rounded as transformers does
     return Rotary(width, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
 
 
 def inverse_frequencies(rotary, dtype, device=None):
-    """f_i in radians per position, [e/2] in ``dtype``."""
+    """Return f_i in radians per position, [e/2] in ``dtype``."""
     exponent = torch.arange(0, rotary.head_dim, 2, dtype=dtype, device=device) / rotary.head_dim
     plain = 1.0 / rotary.theta**exponent
     if rotary.type == "default":
@@ -91,18 +91,18 @@ def inverse_frequencies(rotary, dtype, device=None):
 
 
 def turning_pair(rotary, turns):
-    """c(n) of yarn: the number of the pair, not a whole one, that turns ``turns`` times in the original length."""
+    """Return c(n) of yarn: the fractional index of the pair that turns ``turns`` times in the original length."""
     wavelengths = math.log(rotary.original_length / (turns * 2 * math.pi))
     return rotary.head_dim * wavelengths / (2 * math.log(rotary.theta))
 
 
 def magnitude(rotary):
-    """What cos and sin are multiplied by."""
+    """Return the factor of cos and sin."""
     return 0.1 * math.log(rotary.factor) + 1 if rotary.type == "yarn" and rotary.factor > 1 else 1.0
 
 
 def rotary_table(seq_length, rotary, dtype, device):
-    """cos and sin of the angles, each [s, 1, 1, e]; angles in fp32 or wider; the halves of e repeat."""
+    """Return cos and sin of the angles, each [s, 1, 1, e]. Angles are fp32 or wider; the two halves of e are equal."""
     make = kept_table.__wrapped__ if torch.compiler.is_compiling() else kept_table  # a graph makes its own
     return make(seq_length, rotary, dtype, device)
 

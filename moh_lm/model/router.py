@@ -1,33 +1,31 @@
-"""The routers: which heads a token uses, with what weight, and at what loss (paper, section 3.2).
+"""The routers choose the heads of each token, weigh them and compute a balance loss (paper, section 3.2).
 
-There are three kinds behind one call, ``router(x, inputs, replay)``, which gives a ``RouterOutput``:
+All kinds are called as ``router(x, inputs, replay)`` and return a ``RouterOutput``:
 
     AllHeads     ordinary attention: no gates
     GatedHeads   a gate for every head and no choice among them
     HeadRouter   the mixture of heads: some heads are shared, and each token selects K of the others
 
 ``StaticHeads`` always uses the same first heads, for ablations. In a ``HeadRouter`` the first n_s experts are shared:
-every token uses them. Of the E others a token uses the K with the largest scores; of equal scores, the lower index
-wins. How scores become gates is the routing form's business (gates.py, Eq. 5, 6, 9, 10); the balance loss is in
-balance.py (Eq. 7, 8).
+every token uses them. Of the E others a token uses the K with the largest scores; if scores are equal, the lower index
+wins. The routing form turns scores into gates (gates.py, Eq. 5, 6, 9, 10); balance.py has the balance loss (Eq. 7, 8).
 
 Some options go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
-expert, and the gate of a group is that of each of its heads. With head_in_group, heads compete inside their group only:
-see ``InGroups`` of gates.py for what becomes of the equations. With ``routing_top_p`` P, K is only the most: a token
-selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these probabilities
-keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores small (Zoph et
-al. 2022, arXiv 2202.08906). ``load_balance_bias_rate`` u balances without a gradient (Wang et al. 2024, arXiv
-2408.15664): a token selects the K largest of (affinity + u n_i), which no gate sees. After each step n_i grows by
-sign(mean load - load_i), loads of the whole global batch. In a dense warm-up every head has gate 1, there is no loss
-and no bias moves. The loss of a layer otherwise is
+expert with one gate. With head_in_group, heads compete only inside their group; see ``InGroups`` in gates.py. With
+``routing_top_p`` P a token selects the fewest experts whose probabilities add up to P, at most K of them, and a loss on
+the entropy H keeps their number low (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the
+scores small (Zoph et al. 2022, arXiv 2202.08906). ``load_balance_bias_rate`` u balances without a gradient (Wang et al.
+2024, arXiv 2408.15664): a token selects the K largest of (affinity + u n_i), which no gate sees. After each step n_i
+grows by sign(mean load - load_i), where loads are those of the global batch. In a dense warm-up every head has gate 1,
+and there is no loss and no bias update. Otherwise the loss of a layer is
 
     beta L_b + gamma H + zeta Z
     H = mean over tokens of - sum over routed i of p_i ln p_i,   p = softmax(W_r x_t)
     Z = mean over tokens of (ln sum over routed i of exp (W_r x_t)_i)^2
 
 Shapes: s sequence, b batch, tp tensor-parallel ranks, d hidden size, h heads, n = h / r experts (r = 1: heads). A
-router works on its slice of the sequence, in fp32 or wider whatever the precision of the model. Forms that read queries
-work on the whole sequence, on every rank: s/tp below then is s.
+router processes this rank's slice of the sequence in fp32 or wider, whatever the precision of the model. Forms that
+read queries process the whole sequence on every rank; s/tp below is then s.
 """
 
 import math
@@ -50,12 +48,11 @@ BIAS = "bias_steps"  # n: counts, so that neither a precision nor an order of su
 
 
 class RouterOutput(NamedTuple):
-    """What a router says of its tokens.
+    """What a router returns for its tokens.
 
-    gates: [s, b, h/tp], fp32 or wider, or None for 1. selected: [s, b, h/tp], 1 for the heads in use and 0 for others,
-    or None where all are used or the gates say as much. loss: a scalar whose terms add up over the tp ranks, or None.
-    rows: what balance.py keeps of each sequence, [b, 4 + E], or None. selection: of routed experts, 0 or 1
-    [s/tp, b, E].
+    gates: [s, b, h/tp], fp32 or wider; None if all are 1. selected: [s, b, h/tp], 1 for heads in use, else 0; None if
+    all are used or gates of 0 mark the others. loss: a scalar that is summed over the tp ranks, or None. rows: [b, 4 +
+    E], see balance.py, or None. selection: [s/tp, b, E], 1 for selected routed experts, else 0.
     """
 
     gates: torch.Tensor | None = None
@@ -66,10 +63,11 @@ class RouterOutput(NamedTuple):
 
 
 class SelectionReplay(NamedTuple):
-    """The selection of an earlier pass over the same tokens, [s/tp, b, E], to be used where ``use``, a bool scalar.
+    """The selection of an earlier pass over the same tokens, [s/tp, b, E]. ``use`` is a bool scalar: whether to reuse
+    it.
 
-    A pass that computes activations again must not select other heads because of its rounding. Both passes are one
-    graph to torch.compile, since both have this argument and save the same tensors.
+    Rounding must not change the selection when activations are computed again. Both passes take this argument and save
+    the same tensors, so torch.compile makes one graph for them.
     """
 
     use: torch.Tensor
@@ -83,12 +81,12 @@ class AllHeads(nn.Module):
         return RouterOutput()
 
     def no_replay(self, x):
-        """What the first of two passes replays: nothing, since nothing is selected."""
+        """Return the ``SelectionReplay`` of a first pass: None, since nothing is selected."""
         return None
 
 
 class StaticHeads(AllHeads):
-    """The first heads for every token, and never the others. num_used: of this rank's ``num_heads``."""
+    """Every token uses the first heads, ``num_used`` of this rank's ``num_heads``, and never the others."""
 
     def __init__(self, num_heads, num_used, group=None):
         super().__init__()
@@ -101,11 +99,11 @@ class StaticHeads(AllHeads):
 
 
 class Gates(nn.Module):
-    """What routers with gates have in common: weights of the routing form, and gates of this rank's heads.
+    """The common part of routers with gates: the weights of the routing form, and the gates of this rank's heads.
 
-    config: ``ModelConfig``, or a layer of an image model. heads: ``HeadPartition`` of the layer; by default that of one
-    rank. Parameters: w_shared [n_s, w], w_routed [E, w], w_type [2, w]; each only where the form has a use for it. They
-    read the first w channels of the input: ``gate_width`` of them, or all d.
+    config: ``ModelConfig``, or a layer of an image model. heads: ``HeadPartition`` of the layer, by default for one
+    rank. Parameters: w_shared [n_s, w], w_routed [E, w] and w_type [2, w], where the form needs them. They read the
+    first w channels of the input: ``gate_width`` of them, or all d.
     """
 
     def __init__(self, config, layer_index, init_std, group=None, heads=None):
@@ -127,29 +125,30 @@ class Gates(nn.Module):
             self.register_parameter(name, parameter)
 
     def dense_warmup_output(self, x):
-        """Gate 1 for every head. The weights get gradients of 0, which every engine understands. x: [s/tp, b, ...]."""
+        """Return gate 1 for every head; the weights get zero gradients. x: [s/tp, b, ...]."""
         zero = sum((weight.sum() * 0 for weight in self.parameters()), x.new_zeros(()))
         gates = x.new_ones((*x.shape[:2], self.heads.num_heads))
         return RouterOutput(self.local(gates + zero).to(torch.promote_types(x.dtype, torch.float32)))
 
     def products(self, x, weight):
-        """Scores by a weight [n, w], of this rank's tokens x [s/tp, b, d]: [s/tp, b, n]."""
+        """Return the scores [s/tp, b, n] of this rank's tokens x [s/tp, b, d] by a weight [n, w]."""
         read = x if self.width == x.shape[-1] else x[..., : self.width]
         return wide_linear(read, replicate(weight, self.group))
 
     def local(self, per_head):
-        """Of all heads and this rank's tokens, [s/tp, b, h] -> of this rank's heads and all tokens, [s, b, h/tp]."""
+        """Exchange values of all heads and this rank's tokens, [s/tp, b, h], for this rank's heads and all tokens, [s,
+        b, h/tp]."""
         whole = per_head if self.form.reads_queries else gather_sequence(per_head, self.group)
         return self.heads.take(whole)
 
     def per_head(self, experts):
-        """What is said of experts [..., n], for each of their heads: [..., h]."""
+        """Repeat values of experts [..., n] for each of their heads: [..., h]."""
         size = self.layer.heads_per_expert
         return experts if size == 1 else experts.unsqueeze(-1).expand(*experts.shape, size).flatten(-2)
 
 
 class GatedHeads(Gates):
-    """A gate for every head: one product, and the form's function of it. No head is left out, and there is no loss."""
+    """A gate for every head, computed by one product and the routing form. All heads are used, and there is no loss."""
 
     def forward(self, x, inputs, replay=None):
         """x: [s/tp, b, d], the normalised input of the attention layer. inputs: ``RouterInputs``."""
@@ -161,17 +160,17 @@ class GatedHeads(Gates):
         return RouterOutput(self.local(self.per_head(gates)), None, losses.sum(), rows)
 
     def no_replay(self, x):
-        """What the first of two passes replays: nothing, since nothing is selected."""
+        """See ``AllHeads``."""
         return None
 
 
 class HeadRouter(Gates):
-    """The mixture of heads of one layer: gates, the selection and the loss of the router.
+    """The mixture of heads of one layer: its gates, selection and loss.
 
-    Buffer: bias_steps, int32 [E], the bias over its rate; or None. loss_terms: layers times micro-batches, over whose
-    losses Eq. 8 takes the mean; DeepSpeed takes the mean over context-parallel ranks. noise: ``GumbelNoise`` on the
-    scores by which experts are selected in training, or None. says_selected: whether the attention backend needs
-    ``RouterOutput.selected`` in training, where gates of 0 say as much. In evaluation it is always there.
+    The buffer bias_steps, int32 [E] or None, is the bias divided by its rate. loss_terms: number of losses in a step,
+    over which Eq. 8 takes the mean; DeepSpeed averages over context-parallel ranks. noise: ``GumbelNoise`` for the
+    selection scores in training, or None. says_selected: whether the attention backend needs ``RouterOutput.selected``
+    in training; in evaluation it is always set.
     """
 
     def __init__(
@@ -196,8 +195,10 @@ class HeadRouter(Gates):
         self.register_buffer(BIAS, torch.zeros(self.layer.num_routed, dtype=torch.int32) if biased else None)
 
     def forward(self, x, inputs, replay=None):
-        """x: [s/tp, b, d], the normalised input of the attention layer; for forms that read queries the norms of the
-        queries of all heads, [s, b, h]. inputs: ``RouterInputs``. replay: ``SelectionReplay``, or None."""
+        """Route x [s/tp, b, d], the normalised input of the layer; for forms that read queries, the norms [s, b, h].
+
+        inputs: ``RouterInputs``. replay: ``SelectionReplay``, or None.
+        """
         if inputs.dense_warmup:
             return self.dense_warmup_output(x)
         shared, scores, kinds = self.scores(x)
@@ -216,8 +217,8 @@ class HeadRouter(Gates):
         return RouterOutput(self.local(self.per_head(gates)), selected, loss, rows, selection)
 
     def scores(self, x):
-        """W_s x, W_r x and W_h x: [s/tp, b, d] -> [s/tp, b, n_s], [s/tp, b, E] and [s/tp, b, 2]; of width 0 where there
-        is no weight. Or those that the form makes of the norms of queries."""
+        """Return W_s x, W_r x and W_h x: [s/tp, b, n_s], [s/tp, b, E] and [s/tp, b, 2], with width 0 for absent
+        weights. Forms that read queries compute them from the norms."""
         if self.form.reads_queries:
             wide = torch.promote_types(x.dtype, torch.float32)
             return *(part.to(wide) for part in self.form.scores(x)), None
@@ -227,7 +228,7 @@ class HeadRouter(Gates):
         return self.products(x, weight).split(rows, dim=-1)
 
     def ranking(self, scores, probability, samples):
-        """What is selected by, [s/tp, b, E]: the scores with their noise, or the affinities with their bias."""
+        """Return what experts are selected by, [s/tp, b, E]: noisy scores, or affinities with their bias."""
         scores, probability = scores.detach(), probability.detach()
         if self.noise is not None and self.training and samples is not None:
             scores = scores + self.noise.draw(samples, self.first_slice * scores.shape[0], scores)
@@ -238,7 +239,7 @@ class HeadRouter(Gates):
         return affinity + self.bias_rate * self.bias_steps.to(affinity)
 
     def select(self, ranking, replay):
-        """1 for the experts that a token selects, else 0: [s/tp, b, E]."""
+        """Return 1 for the experts that a token selects, else 0: [s/tp, b, E]."""
         if self.form.by_sign:
             selection = (ranking > 0).to(ranking)
         else:
@@ -247,7 +248,7 @@ class HeadRouter(Gates):
         return selection if replay is None else torch.where(*replay, selection)
 
     def loss(self, scores, probability, selection, gates, a1, inputs):
-        """beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
+        """Return beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
         size = group_size(self.slices)
         previous, together = self.previous_share(inputs, selection), self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selection, self.slices, previous, together)  # Eq. 7
@@ -262,46 +263,47 @@ class HeadRouter(Gates):
         return loss, make_rows(losses, a1, gates, selections, self.copies)
 
     def previous_share(self, inputs, like):
-        """f of Eq. 7 where it is that of the whole previous step, [E]; else None."""
+        """Return f of Eq. 7 where it is that of the whole previous step, [E]; else None."""
         if self.scope == "global_batch" and inputs.previous_share is None:
             return like.new_full((self.layer.num_routed,), self.layer.uniform_load)
         return inputs.previous_share if self.scope == "global_batch" else None
 
     def move_bias(self, counts):
-        """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""
+        """Move the bias by its rate: up where the load is below the mean. counts: [E], selections in a whole step."""
         counts = self.form.rivals(counts.round())  # those of forms that read queries are sums of tp parts
         lacking = counts.sum(-1, keepdim=True) - counts.shape[-1] * counts
         self.bias_steps += lacking.sign().flatten().to(self.bias_steps)
 
     def norms(self, query):
-        """Norms of the queries [..., e], in the dtype in which they are ranked: [...]."""
+        """Return the norms of queries [..., e] in the dtype in which they are ranked: [...]."""
         dtype = torch.bfloat16 if self.ranked_in_bf16 else torch.promote_types(query.dtype, torch.float32)
         return query.to(dtype).norm(dim=-1)
 
     def no_replay(self, x):
-        """The ``SelectionReplay`` of the first pass over x [s/tp, b, d]: nothing is replayed yet."""
+        """Return the ``SelectionReplay`` of a first pass over x [s/tp, b, d], which reuses nothing."""
         tokens = x.shape[0] * (group_size(self.group) if self.form.reads_queries else 1)
         shape = (tokens, x.shape[1], self.layer.num_routed)
         wide = torch.promote_types(x.dtype, torch.float32)
         return SelectionReplay(x.new_zeros((), dtype=torch.bool), x.new_zeros(shape, dtype=wide))
 
     def heads_in_use(self, selection):
-        """The selection of routed experts [s/tp, b, E] -> 1 for this rank's heads that are on: [s, b, h/tp]."""
+        """Map the selection [s/tp, b, E] to 1 for this rank's heads that are on, else 0: [s, b, h/tp]."""
         whole = selection if self.form.reads_queries else gather_sequence(selection, self.group)
         always = whole.new_ones(()).expand(*whole.shape[:-1], self.layer.num_shared)
         return self.heads.take(self.per_head(self.form.in_order(always, whole)))
 
 
 def stored_dtype(name, dtype):
-    """The dtype of the tensor ``name`` in files whose weights are of ``dtype``: counts stay whole."""
+    """Return the dtype of the tensor ``name`` in files whose weights have ``dtype``: counts stay integers."""
     return torch.int32 if name.endswith(BIAS) else dtype
 
 
 def select(scores, k, top_p=None, in_bf16=False):
-    """1 for the k largest scores of each token, else 0: [..., E] -> [..., E]; of equal scores, the lower index first.
+    """Return 1 for the k largest scores of each token, else 0: [..., E]. If scores are equal, the lower index comes
+    first.
 
-    top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k. in_bf16:
-    by the softmax of the scores in bf16, where many are equal: torch.topk decides, as in the released MoH-LLaMA3.
+    top_p: select only the fewest of the k whose softmax, taken over all scores, adds up to this share. in_bf16: rank
+    the softmax in bf16, where many values are equal and torch.topk decides, as in the released MoH-LLaMA3.
     """
     if in_bf16:
         best = scores.bfloat16().softmax(-1).topk(k).indices

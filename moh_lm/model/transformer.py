@@ -1,7 +1,7 @@
 """The decoder: embedding, L blocks of (RMSNorm, MoH attention, RMSNorm, SwiGLU) with residuals, RMSNorm, output head.
 
-The shape is LLaMA's and so are the parameter names, those of Hugging Face, so that an export needs no map of names.
-Every layer takes the tensor-parallel group; ``None`` is one rank. Activations between layers are [s/tp, b, d].
+Its shape is LLaMA's. Parameters have the names of Hugging Face's LLaMA, so an export needs no map of names. Every layer
+takes the tensor-parallel group, which is None on one rank. Activations between layers are [s/tp, b, d].
 """
 
 import hashlib
@@ -26,7 +26,7 @@ INIT_STD = 0.02
 
 
 def init_stds(config):
-    """Standard deviations of the first weights of a layer: of those that read x, and of those that write to it."""
+    """Return the initial standard deviations of weights that read x, and of weights that write to it."""
     init_std = INIT_STD * math.sqrt(config.width_ratio)
     return init_std, init_std / math.sqrt(2 * config.num_layers)
 
@@ -52,7 +52,7 @@ class MLP(nn.Module):
 class DecoderLayer(RoutedBlock):
     """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)); with --post-norm x + RMSNorm(Attention(x)) and so on.
 
-    make_attention: a function without arguments that makes the ``Attention``; see moh_lm/build.py.
+    make_attention: a function without arguments that returns the ``Attention``; see moh_lm/build.py.
     """
 
     def __init__(self, config, layer_index, batch, make_attention, recompute=False, group=None):
@@ -74,12 +74,13 @@ class DecoderLayer(RoutedBlock):
         return self.self_attn.router
 
     def block(self, x, mask, inputs, replay):
-        """x: [s/tp, b, d] -> the output [s/tp, b, d] and the ``RouterOutput``; arguments: see ``Attention``."""
+        """Apply the layer to x [s/tp, b, d]. Returns its output and the ``RouterOutput``. For the arguments see
+        ``Attention``."""
         attention, routing = self.self_attn(self.input_layernorm(x), inputs, mask, replay)
         return self.finish(x, attention), routing
 
     def finish(self, x, attention):
-        """What the layer makes of its input x and of the output of its attention, all [s/tp, b, d]."""
+        """Return the layer's output from its input x and the output of its attention, all [s/tp, b, d]."""
         if self.post_norm:
             x = x + self.post_attention_layernorm(attention)
             return x + self.post_feedforward_layernorm(self.mlp(x))
@@ -90,7 +91,7 @@ class DecoderLayer(RoutedBlock):
 class Decoder(nn.Module):
     """Embedding, blocks and final norm: tokens [b, s] -> [s/tp, b, d].
 
-    batch: ``BatchContext``. layers: functions without arguments that make each ``DecoderLayer``.
+    batch: ``BatchContext``. layers: functions without arguments that return each ``DecoderLayer``.
     """
 
     def __init__(self, config, batch, layers, group=None, context=None):
@@ -111,37 +112,35 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def embed(self, tokens, positions=None):
-        """What the first layer reads of tokens [b, s]. positions: see ``LearnedPositions``."""
+        """Return the input of the first layer for tokens [b, s]. positions: see ``LearnedPositions``."""
         x = self.embed_tokens(tokens)
         return x if self.embed_positions is None else self.embed_positions(x, positions)
 
 
 class FinalNorm(RMSNorm):
-    """The norm before the output head. Its weight begins with W / d: that is the multiplier of the logits of width
-    transfer, where every export and a tied embedding have it too (moh_lm/training/parameter_groups.py)."""
+    """The norm before the output head. Its weight starts at W / d, the multiplier of logits in width transfer."""
 
     def __init__(self, config, group):
         super().__init__(config.hidden_size, config.rms_norm_eps, group, init_value=config.width_ratio)
 
 
 class WholeModel(nn.Module):
-    """What the engine asks of a model on one pipeline stage besides its forward pass."""
+    """What the engine needs from a model on one pipeline stage besides its forward pass."""
 
     def initialize(self, seed):
         """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
         initialize(self.named_parameters(), seed)
 
     def tied_parameters(self):
-        """Weights with a copy in another pipeline stage: none."""
+        """Return the weights that have a copy in another pipeline stage: none."""
         return ()
 
 
 class CausalLM(WholeModel):
-    """The whole model on one pipeline stage; moh_lm/build.py makes it.
+    """The whole model on one pipeline stage. Parameters are left empty; ``initialize`` draws them.
 
-    group: tensor-parallel group. batch: ``BatchContext``. layers: see ``Decoder``. loss: see
-    ``Settings.loss``. context: ``ContextGroups``, whose ranks have s/cp tokens of a sequence of s, or None.
-    Parameters are left empty; ``initialize`` draws them.
+    group: tensor-parallel group. batch: ``BatchContext``. layers: see ``Decoder``. loss: see ``Settings.loss``.
+    context: ``ContextGroups`` whose ranks hold s/cp of the s tokens of a sequence, or None.
     """
 
     def __init__(self, config, batch, layers, loss, group=None, context=None):
@@ -154,9 +153,9 @@ class CausalLM(WholeModel):
         self.tied, self.loss = config.tie_embeddings, loss
 
     def forward(self, tokens, labels=None):
-        """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included.
+        """Map tokens, int64 [b, s], to logits [s, b, vocab/tp], padding columns included, in the dtype of the weights.
 
-        With labels, int64 [b, s]: mean loss and losses [s, b] of ``linear_cross_entropy``, and no logits.
+        With labels, int64 [b, s], return the mean loss and the losses [s, b] of ``linear_cross_entropy`` instead.
         """
         x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
         if labels is None:
@@ -164,14 +163,14 @@ class CausalLM(WholeModel):
         return self.loss(x, self.head_weight(), labels.t(), self.vocab_partition)
 
     def logits(self, x):
-        """[..., d], normalised -> [..., vocab/tp]."""
+        """Map normalised hidden states [..., d] to logits [..., vocab/tp]."""
         return F.linear(x, self.head_weight())
 
     def head_weight(self):
         return (self.model.embed_tokens if self.tied else self.lm_head).weight
 
     def in_order(self):
-        """[(prefix of its parameter names, module)] from tokens to logits; a tied embedding comes twice."""
+        """Return [(prefix of its parameter names, module)] from tokens to logits; a tied embedding comes twice."""
         first = [("model.embed_tokens.", self.model.embed_tokens)]
         if self.model.embed_positions is not None:
             first.append(("model.embed_positions.", self.model.embed_positions))
@@ -181,13 +180,13 @@ class CausalLM(WholeModel):
 
 
 def compile_layers(model, backend="inductor", kind=DecoderLayer):
-    """Have torch.compile make the kernels of every layer of a ``kind`` of ``RoutedBlock`` in ``model``.
+    """Let torch.compile build the kernels of every layer of a ``kind`` of ``RoutedBlock`` in ``model``.
 
-    Layers with equal head budgets share a graph: attention, router, norms and MLP. A graph is made for each shape of a
-    micro-batch, and again for evaluation. Graph breaks and exceeding the recompile limit raise torch's errors.
+    Layers with equal head budgets share a graph of attention, router, norms and MLP. Each shape of a micro-batch needs
+    its own graph, as does evaluation. Raises torch's errors for graph breaks and beyond the recompile limit.
     """
     layers = modules_of(model, kind)
-    settings = torch._dynamo.config  # loaded here: it takes a second, which most commands need not wait
+    settings = torch._dynamo.config  # loaded here because it takes a second, which most commands can save
     settings.recompile_limit = max(settings.recompile_limit, 8 + 4 * len(layers))
     block = torch.compile(kind.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
@@ -195,14 +194,14 @@ def compile_layers(model, backend="inductor", kind=DecoderLayer):
 
 
 def saved_tensors(module):
-    """(name, tensor) of what checkpoints and exports hold: parameters, then the counts of biased routers."""
+    """Yield (name, tensor) of what checkpoints and exports hold: parameters, and the counts of biased routers."""
     yield from module.named_parameters()
     kept = module.state_dict().keys()  # tables that follow from the configuration are not
     yield from ((name, tensor) for name, tensor in module.named_buffers() if name in kept)
 
 
 def loss_terms(config, micro_batches):
-    """Losses of routers in a step, of which Eq. 8 takes the mean: of layers with routed heads, and micro-batches."""
+    """Return the number of router losses in a step, over which Eq. 8 takes the mean."""
     return max(1, len(config.routed_layers())) * micro_batches
 
 

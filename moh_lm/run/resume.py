@@ -82,7 +82,7 @@ def resume(task, state, event_log, progress):
         state.accumulator.clear()  # its steps have no figures of heads, and those to come have
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         event_log.add("dense warm-up over", saved["step"], text)
-    how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
+    how = f"starting from {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
     event_log.add("resumed", state.step, how)
 
 
@@ -260,11 +260,11 @@ def sound_step(directory, event_log, progress):
         for problem in problems:
             log_rank0(f"DAMAGED CHECKPOINT: {problem}")
     if damaged:
-        advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
+        advice = "no checkpoint of this run is intact: restore one, or choose a new --checkpoint-dir"
         raise ConfigError([*chain(*damaged.values()), advice])
     lost = on_rank_zero(lambda: trace_of_checkpoints(directory, event_log))
     if lost:
-        raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started over"])
+        raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; a run never starts over silently"])
     return None
 
 

@@ -32,14 +32,14 @@ from moh_lm.training.step_sums import RouterSums, StepSums
 
 
 class StepResult(NamedTuple):
-    """Sums over the global batch, equal on every rank; float64 on the device, so that reading them is the caller's
+    """Sums over the global batch, equal on every rank, in float64 on the device, so that reading them is the caller's
     choice.
 
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
-    of (4 + E)], for each router the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per token.
-    grad_norm: norm before clipping. code: one of guard.REASONS. skipped: whether the gradients were not applied.
-    seconds: {"forward_backward", "optimizer"} by the clock of the host, which waits for the device between the two: the
-    first includes the reduction of the gradients, their norm, and what the device still has to do of the step before.
+    of (4 + E)], the rows of every router summed over sequences. loss: mean per token. grad_norm: norm before clipping.
+    code: one of guard.REASONS. skipped: whether the gradients were not applied. seconds: {"forward_backward",
+    "optimizer"} on the host, which waits for the device between the two. The first includes the reduction of the
+    gradients, their norm, and the rest of the previous step on the device.
     """
 
     losses: torch.Tensor
@@ -54,11 +54,10 @@ class StepResult(NamedTuple):
 class Engine:
     """The training step of every task, and its state for checkpoints.
 
-    A subclass has ``build_model`` and ``loss``, the mean loss of a micro-batch, which it also adds to ``self.sums``.
-
-    config: a checked ``TaskConfig``. groups: ``ParallelGroups``. device: device of this rank. num_sources: number of
-    sources whose losses are kept apart. layer: the class of ``RoutedBlock`` of which the model is made. ema_decay:
-    decay of a moving average of the weights; 0: no average.
+    Subclasses define ``build_model`` and ``loss``, which returns the mean loss of a micro-batch and adds it to
+    ``self.sums``. config: a checked ``TaskConfig``. groups: ``ParallelGroups``. num_sources: number of sources whose
+    losses are kept apart. layer: class of the model's ``RoutedBlock``s. ema_decay: decay of a moving average of the
+    weights; 0: none.
     """
 
     def __init__(self, config, groups, device, num_sources, layer, ema_decay=0.0):
@@ -84,7 +83,7 @@ class Engine:
         self.address_weights()  # where DeepSpeed has put them
 
     def attach_measurements(self):
-        """Have the model record what a step needs: gradients that are not finite, and loads of routers."""
+        """Let the model record which gradients are not finite, and the loads of routers."""
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)
@@ -104,7 +103,7 @@ class Engine:
             parameter.requires_grad_(self.config.optimizer.train_only == "all" or ".router." in name)
 
     def wrap(self):
-        """Hand the model to DeepSpeed, which shards it, and have every step checked before it changes a weight."""
+        """Hand the model to DeepSpeed, which shards it, and check every step before it changes a weight."""
         config = self.config
         names = {parameter: name for name, parameter in self.named_parameters()}
         optimizer = make_optimizer([(names[p], p) for p in self.model.parameters()], config)
@@ -119,8 +118,7 @@ class Engine:
         )
 
     def address_weights(self):
-        """Find this rank's part of frozen weights and of Muon's matrices, and the weights that other ranks also
-        hold."""
+        """Find this rank's part of frozen weights and Muon's matrices, and the weights that other ranks also hold."""
         self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], self.groups.data)
         if self.config.optimizer.optimizer == "muon":
             self.optimizer.distribute(self.named_parameters(), self.config, self.groups, self.device)
@@ -139,12 +137,12 @@ class Engine:
         self.model.batch.begin(self.dense_warmup)
 
     def compare_kernels(self):
-        """Sentences about the requested kernels, after a comparison with torch on this device. Raises RuntimeError if a
-        kernel differs, or cannot run here. Every rank calls it together."""
+        """Compare the requested kernels with torch on this device and return sentences about them. All ranks call it
+        together. Raises RuntimeError if a kernel differs or cannot run."""
         return []
 
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
-        """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
+        """Run this rank's micro-batches forward and backward and take one optimizer step. Returns a ``StepResult``.
 
         check_replicas: compare the weights that several ranks hold. Raises BadNumbers.
         """
@@ -172,7 +170,7 @@ class Engine:
         return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
 
     def refuse_lasting_faults(self, code):
-        """After a step that was skipped with this ``code``, raise BadNumbers if the masters themselves are at fault."""
+        """Raise BadNumbers if a step was skipped with this ``code`` because the masters themselves are at fault."""
         out_of_range = problems_of_all_ranks(self.out_of_range_weights())
         if out_of_range:
             more = [f"and {len(out_of_range) - 3} more"] if len(out_of_range) > 3 else []
@@ -182,12 +180,12 @@ class Engine:
             raise BadNumbers(f"{'; '.join(lasting)}; still so after weights were written from their fp32 masters again")
 
     def largest_weight(self):
-        """Largest magnitude of a master, or of a frozen weight, of this rank, []; NaN if one is."""
+        """Return the largest magnitude of this rank's master and frozen weights, []; NaN if one is NaN."""
         sizes = map(largest, [*self.optimizer.masters(), *self.frozen.weights().values()])
         return torch.stack([size.to(self.device, torch.float64) for size in sizes]).max()
 
     def out_of_range_weights(self):
-        """Sentences for the weights of this rank, masters or frozen ones, that cannot come from training."""
+        """Return sentences for this rank's master and frozen weights that cannot come from training."""
         masters = {fragment.name: fragment.tensors["master"] for fragment in self.fragments()}
         # not the biases of routers: counts, which grow with the steps
         masters = {name: master for name, master in masters.items() if master.is_floating_point()}
@@ -207,39 +205,39 @@ class Engine:
             self.engine.step()
 
     def own_part(self, micro_batches):
-        """The part of its data-parallel rank's micro-batches that this rank reads."""
+        """Return the part of the data-parallel rank's micro-batches that this rank reads."""
         return micro_batches
 
     def after_step(self, skipped):
         """Do what follows a step."""
 
     def state(self):
-        """The engine's state for a checkpoint besides weights, moments and routers, JSON-able."""
+        """Return the engine's state besides weights, moments and routers, as a JSON-able object."""
         return {}
 
     def restore(self, saved):
-        """Take back what ``state`` gave; ``saved`` may hold more."""
+        """Restore what ``state`` returned; ``saved`` may hold more."""
 
     def config_now(self):
-        """The configuration, including what the steps have changed in it."""
+        """Return the configuration, including what the steps have changed in it."""
         return self.config
 
     def on_device(self, tensor):
         return tensor.to(self.device, non_blocking=True)  # the other way this process waits for all earlier kernels
 
     def named_parameters(self):
-        """(canonical name, parameter) of each parameter that this rank holds."""
+        """Yield (canonical name, parameter) of each parameter that this rank holds."""
         return self.model.named_parameters()
 
     def named_biases(self):
-        """(canonical name, counts) of the routers of this rank that select with a bias."""
+        """Yield (canonical name, counts) of this rank's routers that select with a bias."""
         for block in self.blocks:
             steps = getattr(block.router(), BIAS, None)
             if steps is not None:
                 yield f"model.layers.{block.index}.self_attn.router.{BIAS}", steps
 
     def fragments(self):
-        """``Fragment``s of what this rank's optimizer owns, of what is frozen, and of the biases of routers."""
+        """Return ``Fragment``s of what this rank's optimizer owns, of frozen weights and of router biases."""
         for name, parameter in self.named_parameters():
             owned = (self.optimizer if parameter.requires_grad else self.frozen).fragment(parameter)
             if owned is not None:
@@ -251,7 +249,7 @@ class Engine:
             yield Fragment(name, make_parameter(steps.shape), 0, copy, tensors)
 
     def is_copy(self, parameter):
-        """Whether this is a replicated or tied weight that another rank counts and saves."""
+        """Return whether another rank counts and saves this replicated or tied weight."""
         replicated = parameter.tensor_partition is None and group_rank(self.groups.tensor) > 0
         return replicated or is_tied_copy(parameter)
 

@@ -13,8 +13,8 @@ from moh_lm.training.deepspeed.shards import local_slice, slice_range
 
 
 class FrozenWeights:
-    """The frozen ones among ``parameters``. group: the data-parallel ranks. Made after DeepSpeed has wrapped the
-    model."""
+    """The frozen ones among ``parameters``, collected after DeepSpeed has wrapped the model. group: data-parallel
+    ranks."""
 
     def __init__(self, parameters, group):
         self.group = group
@@ -27,7 +27,7 @@ class FrozenWeights:
                 self.masters[parameter] = start, weight if weight.dtype == torch.float32 else weight.float().cpu()
 
     def owned(self, parameter):
-        """(first element, elements) of the flattened ``parameter`` that this rank owns."""
+        """Return (first element, elements) of the flattened ``parameter`` that this rank owns."""
         if (padded := local_slice(parameter)) is not None:
             start, length = slice_range(parameter, group_rank(self.group))
             return start, padded[:length]
@@ -36,19 +36,19 @@ class FrozenWeights:
         return start, parameter.detach().flatten()[start : start + length]
 
     def fragment(self, parameter):
-        """(start, tensors) of a ``Fragment``, or None if this rank owns nothing of ``parameter``."""
+        """Return (start, tensors) of a ``Fragment``, or None if this rank owns nothing of ``parameter``."""
         start, master = self.masters[parameter]
         return (start, {"master": master}) if master.numel() else None
 
     def weights(self):
-        """{parameter: this rank's part of it, in the dtype of computation}, without parameters of which it has no
-        part."""
+        """Return {parameter: this rank's part in the dtype of computation}, without parameters of which it owns
+        nothing."""
         whole = {p: p.detach() if local_slice(p) is None else self.owned(p)[1] for p in self.masters}
         return {parameter: weight for parameter, weight in whole.items() if weight.numel()}
 
     @torch.no_grad()
     def refresh(self):
-        """Make the weights follow their masters; all ranks together."""
+        """Copy the masters into the weights; all ranks call it together."""
         for parameter, (_, master) in self.masters.items():
             _, mine = self.owned(parameter)
             mine.copy_(master)

@@ -1,13 +1,12 @@
-"""Whether the gradients of a step may be applied.
+"""Decides whether the gradients of a step may be applied.
 
 A step is skipped if its loss or gradient norm is not finite, or so large that it cannot come from training (a flipped
 bit of an exponent multiplies a number by up to 1e38), if it is a spike (and --on-spike says so), or if weights that
-several ranks hold were found to differ. All ranks take the decision together, before any of them changes a weight. A
-skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many
-skipped steps in a window end the run: a later start resumes from the last checkpoint, whose state is finite. A master
-weight that cannot come from training ends it at once. Such a weight has to be looked for, because normalisation turns
-an activation of 1e36 into an ordinary one: loss and norm can look ordinary although the model has lost everything it
-had learned.
+several ranks hold were found to differ. All ranks decide together, before any of them changes a weight. A skipped step
+consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many skipped steps in
+a window end the run: a later start resumes from the last checkpoint, whose state is finite. A master weight that cannot
+come from training ends it at once. The weights must be checked themselves, because normalisation hides an activation of
+1e36: loss and norm can look ordinary although the model is ruined.
 """
 
 import math
@@ -27,20 +26,17 @@ REASONS = (
 
 
 def largest(tensor):
-    """Largest magnitude in ``tensor``, []; NaN if an element is NaN. The tensor is not copied."""
+    """Return the largest magnitude in ``tensor``, []; NaN if an element is NaN. The tensor is not copied."""
     return torch.stack(tensor.detach().aminmax()).abs().max()
 
 
 class BadNumbers(Exception):
-    """The run cannot continue: more steps were skipped than --max-skipped-steps allows, copies of a weight differ for
-    good, or a master weight is not finite, or too large to come from training."""
+    """The run cannot continue: too many steps were skipped, copies of a weight differ for good, or a master weight is
+    not finite or too large to come from training."""
 
 
 class Guard:
-    """The rule and its memory: losses and gradient norms of the last good steps, and which steps were skipped.
-
-    settings: ``ReliabilityConfig``.
-    """
+    """The losses and gradient norms of the last good steps, the steps that were skipped, and the rule to skip one."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -48,7 +44,7 @@ class Guard:
         self.skipped = []
 
     def classify(self, loss, grad_norm):
-        """A code of ``REASONS`` for the mean ``loss`` and the gradient norm of a step."""
+        """Return the code of ``REASONS`` for the mean ``loss`` and the gradient norm of a step."""
         if not math.isfinite(loss):
             return LOSS
         if not math.isfinite(grad_norm):
@@ -58,11 +54,11 @@ class Guard:
         return SPIKE if self.spikes(loss, grad_norm) else FINE
 
     def skips(self, code):
-        """Whether a step with this code is skipped."""
+        """Return whether a step with this code is skipped."""
         return code > SPIKE or (code == SPIKE and self.settings.on_spike == "skip")
 
     def out_of_range(self, loss, grad_norm):
-        """Sentences for the finite values above ``absurd_factor`` times the median of the last good steps.
+        """Return sentences for finite values above ``absurd_factor`` times the median of the last good steps.
 
         A median below 1 counts as 1, because a run that has memorised its data has medians near 0.
         """
@@ -74,12 +70,11 @@ class Guard:
         return found
 
     def is_finite_and_bounded(self, weight):
-        """Whether the largest magnitude of a master weight can come from training."""
+        """Return whether the largest magnitude of a master weight can come from training."""
         return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
 
     def out_of_range_weights(self, weights, where):
-        """Sentences for those of ``weights``, {name: tensor}, that cannot come from training. where: words for where
-        they are kept."""
+        """Return sentences for those of ``weights``, {name: tensor}, that cannot come from training."""
         sizes = {name: largest(weight).item() for name, weight in weights.items()}
         return [
             f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
@@ -88,7 +83,7 @@ class Guard:
         ]
 
     def spikes(self, loss, grad_norm):
-        """Sentences for the values that are ``spike_sigmas`` deviations above the mean of a full window."""
+        """Return sentences for values that are ``spike_sigmas`` deviations above the mean of a full window."""
         found = []
         for (name, window), value in zip(self.history.items(), (loss, grad_norm), strict=True):
             if self.settings.spike_sigmas and len(window) == self.settings.spike_window:
@@ -113,11 +108,11 @@ class Guard:
             )
 
     def forget(self):
-        """Forget the last losses and norms, because later ones are not comparable with them."""
+        """Forget the last losses and norms, because later ones cannot be compared with them."""
         self.history = {name: [] for name in self.history}
 
     def state(self):
-        """The memory as a JSON-able object; ``restore`` reads it."""
+        """Return the memory as a JSON-able object; ``restore`` reads it."""
         return {"history": self.history, "skipped": self.skipped}
 
     def restore(self, state):

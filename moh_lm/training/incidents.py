@@ -10,11 +10,9 @@ from moh_lm.units import listing, wrapped
 
 
 def report(engine, loader, batches, event_log, step, result):
-    """Record a step that was skipped, or is a spike: why, where, and with which samples. All ranks together.
+    """Record why and where a step was skipped or is a spike, and with which samples. All ranks call it together.
 
-    Returns the names of the sources with a loss or gradient that is not finite.
-
-    engine, result: those of step number ``step``. batches: this rank's micro-batches of that step.
+    Returns the names of the sources with a loss or gradient that is not finite. batches: this rank's micro-batches.
     """
     consumed = (step - 1) * loader.global_batch_size
     first = consumed + loader.rank * loader.samples_per_step

@@ -38,7 +38,7 @@ SCALES = {  # of an update of m rows and n columns
 
 
 def newton_schulz(matrices, dtype):
-    """[..., m, n] with singular values near 1, for the same left and right singular vectors; computed in ``dtype``."""
+    """Bring the singular values of [..., m, n] near 1 and keep the singular vectors. Computed in ``dtype``."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -80,10 +80,7 @@ class Matrix(NamedTuple):
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, except for the groups that are ``orthogonal``. Its tensors are the flat masters that DeepSpeed makes.
-
-    momentum: mu. ``distribute`` has to be called before the first step.
-    """
+    """AdamW, except for ``orthogonal`` groups. Its tensors are DeepSpeed's flat masters. Call ``distribute`` first."""
 
     def __init__(self, groups, momentum, **settings):
         super().__init__(groups, **settings)
@@ -139,7 +136,7 @@ class Muon(torch.optim.AdamW):
         return self.exchange(flat, received, sent).split(sent)
 
     def exchange(self, flat, sent, received):
-        """Send ``sent[r]`` elements of ``flat`` to each data-parallel rank r; returns what they send, end to end."""
+        """Send ``sent[r]`` elements of ``flat`` to each data-parallel rank r and return what they send, end to end."""
         if len(sent) == 1:
             return flat
         result = flat.new_empty(sum(received))
@@ -147,7 +144,7 @@ class Muon(torch.optim.AdamW):
         return result
 
     def orthogonalise(self, matrix, blocks, partition):
-        """This rank's [R, C] of a matrix, orthogonalised by blocks, or whole."""
+        """Orthogonalise this rank's part [R, C] of a matrix, by blocks or whole."""
         if blocks:
             return blocks.join(newton_schulz(blocks.split(matrix), self.dtype))
         if partition is None:
@@ -170,7 +167,7 @@ def scale_of(whole, blocks, config):
 
 
 def turns(matrices, ranks):
-    """Lists of one ``Matrix`` for each owner, None where it has no more."""
+    """Return lists with one ``Matrix`` per owner, or None where an owner has no more."""
     owned = [[matrix for matrix in matrices if matrix.owner == rank] for rank in range(ranks)]
     return itertools.zip_longest(*owned)
 

@@ -1,11 +1,11 @@
-"""Copies of a weight that several ranks hold must agree to the bit; memory and links sometimes flip one.
+"""Checks that copies of a weight on several ranks agree bit for bit, since memory and links sometimes flip a bit.
 
-The bits of each weight are summed as integers, where the order of a sum does not matter and every single flip shows.
-Data-parallel ranks hold copies of all weights (not under ZeRO-3, which keeps one of each), tensor-parallel ranks of the
-norms and routers, the first and the last pipeline stage of a tied embedding, and all but stages of a router's bias.
-ZeRO rewrites the weights from their masters in every step, so a flip lasts one step and spoils one gradient unless it
-is found before. By default weights are therefore compared in every step, which takes about a thousandth of its time on
-a CPU. A bias has no master: if ranks differ in one, the run ends.
+The bits of each weight are summed as integers, so the order does not matter and every single flip shows. Data-parallel
+ranks hold copies of all weights (not under ZeRO-3), tensor-parallel ranks of norms and routers, the first and last
+pipeline stage of a tied embedding, and all ranks of a stage those of router biases. ZeRO rewrites the weights from
+their masters in every step, so a flip lasts one step and spoils one gradient unless it is found before. By default
+weights are therefore compared in every step, which takes about a thousandth of its time on a CPU. A bias has no master:
+if ranks differ in one, the run ends.
 """
 
 import torch
@@ -15,10 +15,9 @@ from moh_lm.training.deepspeed.shards import local_slice
 
 
 def replica_differences(named_parameters, tied, biases, parallel, groups):
-    """Sentences for the weights that are not the same on all ranks of this rank's groups.
+    """Return sentences for the weights that differ between ranks of this rank's groups.
 
-    tied: (name, parameter, group of the stages that hold it) of weights with a copy in another stage. biases: (name,
-    counts) of routers.
+    tied: (name, parameter, group of stages) of weights with a copy in another stage. biases: (name, counts) of routers.
     """
     named = list(named_parameters)
     replicated = [(name, parameter) for name, parameter in named if parameter.tensor_partition is None]
@@ -50,7 +49,7 @@ def differences(named, group):
 
 
 def bit_sum(tensor):
-    """The bits of ``tensor`` as integers, the widest that its layout allows, summed modulo 2^64; int64 []."""
+    """Sum the bits of ``tensor`` as the widest integers that its layout allows, modulo 2^64; int64 []."""
     flat = tensor.flatten()
     for dtype in (torch.int64, torch.int32, torch.int16):
         ratio = dtype.itemsize // flat.element_size()

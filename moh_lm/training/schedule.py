@@ -17,10 +17,10 @@ SHAPES = {
 
 
 def learning_rate(step, optimizer, train_iters):
-    """The learning rate of the iteration after ``step`` complete ones. optimizer: ``OptimizerConfig``.
+    """Return the learning rate of the iteration after ``step`` complete ones. optimizer: ``OptimizerConfig``.
 
     Linear from warmup_init_lr at step 0 to learning_rate at warmup_iters; min_learning_rate from train_iters on. A run
-    shorter than its warm-up ends within it.
+    that is shorter than its warm-up ends during it.
     """
     peak, low = optimizer.learning_rate, optimizer.min_learning_rate
     if step < optimizer.warmup_iters:

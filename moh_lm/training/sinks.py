@@ -1,12 +1,11 @@
-"""How much attention goes to the first token in each layer. Heads with nothing to contribute attend to it (attention
-sinks, Xiao et al. 2023, arXiv 2309.17453). It is measured on held-out text, as part of the evaluation.
+"""Measures how much attention goes to the first token in each layer, on held-out text. Heads with nothing to contribute
+attend to it (attention sinks, Xiao et al. 2023, arXiv 2309.17453).
 
     sink of a layer = mean of a_i(t, 0) over the tokens t >= 1 and the heads i that they use
 
 a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence. With --reset-at-documents it is
-the first token of the document, of which the sequence may hold a later part. Attention itself gives the weight: with
-values of 1 for that token, and 0 for all others, it is H_i. The head report has the same figure for text without
-document boundaries (docs/monitoring.md).
+the first token of the document, of which the sequence may hold a later part. Attention itself computes the weight: with
+a value of 1 for that token and 0 for all others, H_i is the weight.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ class Sinks:
         self.sums[block.index] += torch.stack((weights.double().mul(used).sum(), used.sum()))
 
     def means(self):
-        """The mean of each layer over all ranks; NaN if no token was measured."""
+        """Return the mean of each layer over all ranks; NaN if no token was measured."""
         groups = self.groups.tensor, self.groups.data, self.groups.pipeline
         total, count = sum_over_ranks(self.sums, *groups).unbind(1)
         return (total / count).tolist()

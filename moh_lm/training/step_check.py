@@ -1,8 +1,8 @@
-"""Whether the gradients of a step are applied: decided once in every step, before any weight changes.
+"""Decides once in every step whether its gradients are applied, before any weight changes.
 
 Every step has a ``StepCheck`` of its own. DeepSpeed's optimizer hands it the gradient norm
-(moh_lm.training.deepspeed.norms) and gets infinity back if the step is to be skipped. A step that was not examined has
-no result, and asking for one raises an error, so the result of an earlier step is never mistaken for it.
+(moh_lm.training.deepspeed.norms) and gets infinity back if the step is to be skipped. A step that was not examined
+raises an error when asked for its result, so an earlier result is never mistaken for it.
 """
 
 import time
@@ -20,9 +20,9 @@ class NotExamined(RuntimeError):
 
 
 class GradientStats(NamedTuple):
-    """What was found in a step; equal on every rank, except for ``differences`` and ``time``.
+    """The findings of a step, equal on every rank except for ``differences`` and ``time``.
 
-    mean: loss per token. grad_norm: norm before clipping. code: one of guard.REASONS. differences: sentences for the
+    mean: loss per token. grad_norm: norm before clipping. code: one of guard.REASONS. differences: sentences for
     weights that this rank found to differ. time: time.perf_counter() when the gradients were complete.
     """
 
@@ -36,9 +36,9 @@ class GradientStats(NamedTuple):
 class StepCheck:
     """The check of one step; all ranks decide together.
 
-    sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. largest_weight: a function that returns the largest
-    magnitude, [], of this rank's master and frozen weights. compare_replicas: a function that returns sentences for
-    weights that differ between ranks; None if they are not compared in this step.
+    sums: ``StepSums`` of the step. guard: ``Guard`` of the run. largest_weight: returns the largest magnitude, [], of
+    this rank's master and frozen weights. compare_replicas: returns sentences for weights that differ between ranks;
+    None to skip this.
     """
 
     def __init__(self, sums, guard, largest_weight, compare_replicas=None):
@@ -50,12 +50,12 @@ class StepCheck:
         self.stats = None
 
     def watch_gradient(self, output):
-        """Note the sequences whose gradient is not finite when it arrives at ``output`` [s, b, d] of the embedding, and
-        thus anywhere above it."""
+        """Record the sequences whose gradient is not finite at ``output`` [s, b, d] of the embedding, or anywhere
+        above."""
         output.register_hook(lambda grad: self.gradient_not_finite.append(~grad.sum((0, 2)).isfinite()))
 
     def examine(self, norm, copies):
-        """The gradient norm of the step, or infinity if the step is to be skipped.
+        """Return the gradient norm of the step, or infinity if the step is to be skipped.
 
         norm: [], the norm of this step. copies: gradients that are not part of the norm, or their norms; see
         moh_lm.training.deepspeed.norms.
@@ -82,12 +82,12 @@ class StepCheck:
         return torch.full_like(norm, torch.inf) if self.guard.skips(self.stats.code) else norm
 
     def result(self):
-        """The ``GradientStats`` of the step. Raises NotExamined."""
+        """Return the ``GradientStats`` of the step. Raises NotExamined."""
         if not self.stats:
             raise NotExamined("DeepSpeed never asked for the gradient norm of this step: its update was not looked at")
         return self.stats
 
     def bad_sequences(self):
-        """Places, in this rank's part of the step, of the sequences with a loss, or a gradient, that is not finite."""
+        """Return the places in this rank's part of the step of sequences with a non-finite loss or gradient."""
         flags = {"loss": self.sums.not_finite, "gradient": self.gradient_not_finite}
         return {name: torch.cat(parts).nonzero()[:, 0].tolist() if parts else [] for name, parts in flags.items()}

@@ -1,7 +1,7 @@
 """Sums over the sequences of a step: the losses of every source, and the statistics of the routers.
 
-Sums are float64 on the device, so that reading them is the caller's choice. Each sum is of this rank's sequences until
-it is reduced over the ranks.
+Sums are float64 on the device, so reading them is the caller's choice. They cover this rank's sequences until they are
+reduced over the ranks.
 
 Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value groups.
 """
@@ -92,7 +92,7 @@ class RouterSums:
         return sums
 
     def follow(self, counts):
-        """Update shares and biases of the routers. counts: {layer index: [E], selections of the whole step}."""
+        """Update shares and biases of the routers. counts: {layer index: [E], selections in the whole step}."""
         shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
         self.set_shares([share for share in shares if len(share)])
         if self.by_sign:
@@ -115,5 +115,5 @@ class RouterSums:
 
 
 def one_hot(sources, num_sources):
-    """[b] -> [num_sources, b] float64: 1 where a sequence is of the source."""
+    """Map sources [b] to float64 [num_sources, b]: 1 where a sequence belongs to the source."""
     return (sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)).double()

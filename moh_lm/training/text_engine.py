@@ -37,7 +37,7 @@ class TextEngine(Engine):
         return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
 
     def settings(self):
-        """What the layers need to know about the run."""
+        """Return what the layers need to know about the run."""
         run = self.config.run
         return Settings(
             group=self.groups.tensor,
@@ -72,7 +72,7 @@ class TextEngine(Engine):
         return f"{tokens:,} tokens: {found}"
 
     def compare_routers(self, dtype):
-        """A router of each kind, with weights of its own, on a micro-batch of random tokens."""
+        """Compare a router of each kind, with weights of its own, on a micro-batch of random tokens."""
         from moh_lm.model.fused_router import compare_with_torch
 
         model, run, settings = self.config.model, self.config.run, self.settings()
@@ -88,7 +88,7 @@ class TextEngine(Engine):
         return f"{math.prod(shape[:2]):,} tokens: {found}; {others:.2%} of the tokens select other heads"
 
     def own_part(self, micro_batches):
-        """The micro-batches, reduced to the tokens and labels of this rank's part of the sequences."""
+        """Return the micro-batches, reduced to the tokens and labels of this rank's part of the sequences."""
         context = self.groups.context
         return [
             batch._replace(tokens=local_shard(batch.tokens, context), labels=local_shard(batch.labels, context))
@@ -103,12 +103,12 @@ class TextEngine(Engine):
         return mean
 
     def evaluate(self, micro_batches):
-        """(loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
+        """Return (loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
         return tuple(self.evaluate_rows(micro_batches, self.num_sources).sum(0).tolist()[:2])
 
     @torch.no_grad()
     def evaluate_rows(self, micro_batches, num_rows):
-        """The same with the number of sequences, for each source number below ``num_rows``: [num_rows, 3]."""
+        """Return the same and the number of sequences for each source number below ``num_rows``: [num_rows, 3]."""
         self.sums = StepSums(num_rows, self.groups, self.device)
         self.evaluation_forward(self.own_part(micro_batches))
         return self.sums.reduce()
@@ -119,7 +119,7 @@ class TextEngine(Engine):
             self.loss(batch)
 
     def sinks(self, micro_batches):
-        """The mean attention to the first token in each layer (moh_lm.training.sinks), over these micro-batches."""
+        """Return the mean attention to the first token in each layer over these micro-batches; see sinks.py."""
         sinks = Sinks(self.model, self.config.model.num_layers, self.groups, self.device)
         with sinks.measured():
             self.evaluate_rows([with_numbers(batch) for batch in micro_batches], self.num_sources)
@@ -138,14 +138,14 @@ class TextEngine(Engine):
             self.windows.set(*saved["windows"])
 
     def config_now(self):
-        """The configuration with the current windows."""
+        """Return the configuration with the current windows."""
         if not self.windows:
             return self.config
         return replace(self.config, model=replace(self.config.model, window=tuple(self.windows.widths)))
 
 
 class PipelineEngine(TextEngine):
-    """The same over several pipeline stages: DeepSpeed schedules the micro-batches (1F1B)."""
+    """A ``TextEngine`` over several pipeline stages; DeepSpeed schedules the micro-batches (1F1B)."""
 
     def build_model(self):
         run, parallel = self.config.run, self.config.parallel
@@ -166,8 +166,7 @@ class PipelineEngine(TextEngine):
         self.engine.train_batch(self.stage_inputs(micro_batches))
 
     def stage_inputs(self, micro_batches):
-        """Inputs of DeepSpeed's first and last stage: tokens, and what the loss needs. Copies that DeepSpeed made would
-        wait."""
+        """Return the inputs of DeepSpeed's first and last stage: tokens, and what the loss needs."""
         for batch in micro_batches:
             tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
             yield tokens, (labels, sources)
@@ -182,6 +181,6 @@ class PipelineEngine(TextEngine):
 
 
 def make_engine(config, groups, device, num_sources):
-    """A ``TextEngine``, or with several stages a ``PipelineEngine``."""
+    """Return a ``TextEngine``, or a ``PipelineEngine`` with several stages."""
     engine = TextEngine if config.parallel.pipeline_parallel_size == 1 else PipelineEngine
     return engine(config, groups, device, num_sources)

@@ -1,7 +1,7 @@
 """Trains an image model: the program of every rank.
 
     python -m moh_lm.vision vit --help        MoH-ViT, a classifier; launch/train_moh_vit_b.sh has the paper's values
-    python -m moh_lm.vision dit --help        MoH-DiT, which draws images of a class; launch/train_moh_dit_xl.sh
+    python -m moh_lm.vision dit --help        MoH-DiT, which generates images of a class; launch/train_moh_dit_xl.sh
 
 Exit codes are those of moh_lm.pretrain.
 """

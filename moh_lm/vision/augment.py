@@ -1,7 +1,7 @@
 """Augmentation of images for a classifier, by Pillow: random crops, RandAugment, Random Erasing, Mixup, CutMix.
 
-The recipe is the paper's, with the meanings that timm gives to its parameters ("rand-m9-mstd0.5-inc1"). Every random
-number comes from a generator that is given, so that an image is augmented alike in every layout and after a resume.
+The recipe is the paper's, with the meanings that timm gives to its parameters ("rand-m9-mstd0.5-inc1"). Random numbers
+come from a given generator, so an image is augmented in the same way in every layout and after a resume.
 
 Shapes: b batch, c channels, H and W sides of an image.
 """
@@ -20,8 +20,8 @@ STRONGEST = 10  # of the strengths of RandAugment
 
 
 def random_crop(image, size, least_area, rng):
-    """A part of the image with a random share of its area, at least ``least_area``, and sides of 3:4 to 4:3, resized to
-    size x size (Szegedy et al. 2014, arXiv 1409.4842)."""
+    """Resize to size x size a random part of the image, with at least ``least_area`` of its area and sides from 3:4 to
+    4:3 (Szegedy et al. 2014, arXiv 1409.4842)."""
     width, height = image.size
     for _ in range(10):
         area = width * height * rng.uniform(least_area, 1)
@@ -37,7 +37,7 @@ def random_crop(image, size, least_area, rng):
 
 
 def center_crop(image, size):
-    """The middle of the image when its shorter side is size / 0.875; an image of the size itself as it is."""
+    """Crop the middle after scaling the shorter side to size / 0.875; an image of that size is unchanged."""
     if image.size == (size, size):
         return image
     shorter = int(size / KEPT)
@@ -48,8 +48,8 @@ def center_crop(image, size):
 
 
 def rand_augment(image, rng, number=2, strength=9, deviation=0.5, probability=0.5):
-    """RandAugment (Cubuk et al. 2019, arXiv 1909.13719): ``number`` operations, each left out with 1 - probability, of
-    strengths N(strength, deviation) between 0 and ``STRONGEST``. Stronger always means more changed."""
+    """RandAugment (Cubuk et al. 2019, arXiv 1909.13719): ``number`` operations, each applied with ``probability`` at a
+    strength from N(strength, deviation), clipped to 0 and ``STRONGEST``. A stronger operation always changes more."""
     for operation in rng.integers(len(OPERATIONS), size=number):
         if rng.random() < probability:
             level = np.clip(rng.normal(strength, deviation), 0, STRONGEST) / STRONGEST
@@ -68,7 +68,7 @@ def rotate(image, level, sign):
 
 
 def solarize_add(image, level, sign):
-    """Lighten what is darker than the middle."""
+    """Lighten pixels that are darker than the middle."""
     table = [min(255, value + int(level * 110)) if value < 128 else value for value in range(256)]
     return image.point(table * len(image.getbands()))
 
@@ -94,7 +94,7 @@ OPERATIONS = (
 
 
 def normalized(image):
-    """A Pillow image as float32 [c, H, W], of mean 0 and deviation 1 over ImageNet."""
+    """Convert a Pillow image to float32 [c, H, W] with mean 0 and deviation 1 over ImageNet."""
     pixels = np.asarray(image, dtype=np.float32).reshape(*image.size[::-1], -1) / 255
     channels = pixels.shape[2]
     pixels = (pixels - np.float32(MEAN[channels])) / np.float32(DEVIATION[channels])
@@ -102,8 +102,8 @@ def normalized(image):
 
 
 def random_erasing(pixels, probability, rng):
-    """Put noise N(0, 1) into a random box of ``pixels`` [c, H, W], in place, with 2% to a third of their area and sides
-    of 3:10 to 10:3 (Zhong et al. 2017, arXiv 1708.04896)."""
+    """Fill a random box of ``pixels`` [c, H, W] with noise N(0, 1), in place. It has 2% to a third of the area and
+    sides from 3:10 to 10:3 (Zhong et al. 2017, arXiv 1708.04896)."""
     channels, height, width = pixels.shape
     if rng.random() >= probability:
         return
@@ -119,17 +119,18 @@ def random_erasing(pixels, probability, rng):
 
 
 def soft_targets(labels, num_classes, smoothing):
-    """Label smoothing (Szegedy et al. 2015, arXiv 1512.00567): [b] -> [b, num_classes], float32."""
+    """Smooth labels (Szegedy et al. 2015, arXiv 1512.00567): [b] to float32 [b, num_classes]."""
     off = smoothing / num_classes
     targets = torch.full((len(labels), num_classes), off)
     return targets.scatter_(1, labels[:, None], 1 - smoothing + off)
 
 
 def mix(images, targets, mixup, cutmix, rng):
-    """Mixup or CutMix of each image with that at its place from the end of the batch: ([b, c, H, W], [b, classes]).
+    """Combine each image with its mirror position in the batch by Mixup or CutMix. Returns [b, c, H, W] and [b,
+    classes].
 
-    mixup, cutmix: alpha of Beta(alpha, alpha), from which a weight is drawn for the batch (Zhang et al. 2017, arXiv
-    1710.09412; Yun et al. 2019, arXiv 1905.04899); 0: never.
+    mixup, cutmix: alpha of Beta(alpha, alpha), from which the batch's weight is drawn (arXiv 1710.09412, 1905.04899);
+    0: never.
     """
     cuts = cutmix > 0 and (mixup == 0 or rng.random() < SWITCH)
     if not cuts and mixup == 0:

@@ -1,4 +1,4 @@
-"""What is wrong with the configuration of an image model: every reason, before any process group is opened."""
+"""Checks the configuration of an image model and lists every problem, before any process group is opened."""
 
 import math
 
@@ -11,7 +11,7 @@ from moh_lm.vision.augment import STRONGEST
 
 
 def classifier_problems(config, world_size):
-    """Sentences for what is wrong with a ``ViTTraining`` on ``world_size`` processes; empty if the run can start."""
+    """Return sentences for what is wrong with a ``ViTTraining`` on ``world_size`` processes."""
     found = image_problems(config, vit_problems(config.model), world_size)
     data = config.data
     if config.run.micro_batch_size == 1 and (data.mixup > 0 or data.cutmix > 0):
@@ -21,7 +21,7 @@ def classifier_problems(config, world_size):
 
 
 def diffusion_problems(config, world_size):
-    """Sentences for what is wrong with a ``DiTTraining`` on ``world_size`` processes."""
+    """Return sentences for what is wrong with a ``DiTTraining`` on ``world_size`` processes."""
     model, run = config.model, config.run
     found = image_problems(config, dit_problems(model), world_size)
     if run.samples and run.sampling_steps > model.diffusion_steps:
@@ -31,8 +31,8 @@ def diffusion_problems(config, world_size):
 
 
 def image_problems(config, of_sizes, world_size):
-    """What both kinds of models refuse. of_sizes: sentences for the sizes of the model; without them its heads are
-    checked too."""
+    """Return the problems that both kinds can have. of_sizes: problems of the model's sizes; heads are only checked
+    without any."""
     model, run = config.model, config.run
     found = [
         f"{flag(entry.name)} {words(getattr(section, entry.name))}: is for language models; leave it out"
@@ -52,7 +52,7 @@ def image_problems(config, of_sizes, world_size):
 
 
 def guidance_problems(model, cfg_scale):
-    """A sentence if guidance is asked of a ``DiTConfig`` whose embedding of no class is never trained."""
+    """Return a sentence if guidance is requested of a ``DiTConfig`` that never trains its embedding of no class."""
     if model.class_dropout == 0 and cfg_scale != 1:
         why = "guidance compares with images of no class, which --class-dropout 0 never trains"
         yield f"--cfg-scale {cfg_scale:g}: {why}; give 1"

@@ -47,7 +47,7 @@ class ImageHeadsConfig(HeadsConfig):
 
 
 class ImageLayer(NamedTuple):
-    """What one layer is made of. tokens: of an image, in this layer. routed: None in a dense model."""
+    """The parts of one layer. tokens: number of tokens of an image in this layer. routed: None in a dense model."""
 
     index: int
     hidden_size: int
@@ -63,7 +63,7 @@ class ImageLayer(NamedTuple):
 
 
 def budgets_of_layers(heads, places):
-    """An ``ImageHeadsConfig`` with a budget for each layer: from one number, one for each place, or one per layer.
+    """Return an ``ImageHeadsConfig`` with a budget per layer, given one number, one per place, or one per layer.
 
     places: the layers of each place, a stage or a single layer.
     """
@@ -77,7 +77,7 @@ def budgets_of_layers(heads, places):
 
 
 class ImageModelConfig(HeadsOfLayers):
-    """What both models answer. head_counts: of all layers."""
+    """What both models have in common. head_counts: number of heads of all layers."""
 
     def routed_layer(self, index):
         """The ``RoutedLayer`` of a layer of a mixture."""
@@ -86,7 +86,7 @@ class ImageModelConfig(HeadsOfLayers):
         return RoutedLayer(index, shared, self.head_counts[index] - shared, active, stride=stride)
 
     def layer(self, index):
-        """The ``ImageLayer`` of a layer."""
+        """Return the ``ImageLayer`` of a layer."""
         routed = self.routed_layer(index) if self.heads.head_selection == "mixture" else None
         heads, tokens = self.head_counts[index], self.tokens_of(index)
         return ImageLayer(index, self.width_of(index), heads, self.head_dim_of(index), tokens, self.heads, routed)
@@ -124,7 +124,7 @@ class ViTConfig(ImageModelConfig):
 
     @property
     def tokens(self):
-        """Tokens of an image in the first stage."""
+        """The number of tokens of an image in the first stage."""
         return (self.image_size // 4) ** 2
 
     @property
@@ -132,7 +132,7 @@ class ViTConfig(ImageModelConfig):
         return tuple(self.num_attention_heads[self.stage_of(layer)] for layer in range(self.num_layers))
 
     def stage_of(self, layer):
-        """The stage of a layer, from 0."""
+        """Return the stage of a layer, from 0."""
         return next(stage for stage in range(len(self.depths)) if layer < sum(self.depths[: stage + 1]))
 
     def tokens_of(self, layer):
@@ -173,7 +173,7 @@ class DiTConfig(ImageModelConfig):
 
     @property
     def tokens(self):
-        """Tokens of an image."""
+        """The number of tokens of an image."""
         return (self.input_size // max(1, self.patch_size)) ** 2
 
     @property
@@ -235,10 +235,7 @@ class ImageRunConfig(RunBase):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTraining(TaskConfig):
-    """A whole run of an image model. kind: the first word of its command. presets: {name: {field: value}}.
-
-    unused: fields that are for the other kind.
-    """
+    """A whole run of an image model. kind: the first word of its command. unused: fields of the other kind only."""
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     run: ImageRunConfig = field(default_factory=ImageRunConfig)
@@ -252,7 +249,7 @@ class ImageTraining(TaskConfig):
 
     @property
     def seq_length(self):
-        """Tokens of an image, in the first layer."""
+        """The number of tokens of an image in the first layer."""
         return self.model.tokens
 
     @staticmethod
@@ -282,7 +279,7 @@ class ViTTraining(ImageTraining):
 
 @dataclass(frozen=True, kw_only=True)
 class DiTTraining(ImageTraining):
-    """Train MoH-DiT, which draws images of a class. The scripts in launch/ hold the paper's values."""
+    """Train MoH-DiT, which generates images of a class. The scripts in launch/ hold the paper's values."""
 
     model: DiTConfig = field(default_factory=DiTConfig)
     kind, presets, program, about = "dit", DIT, "moh_lm.vision dit", __doc__
@@ -296,7 +293,7 @@ KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}
 
 
 def kind_of_run(directory):
-    """The class of the configuration in the directory of a run or of a step; ``Config`` if it is of no image model."""
+    """Return the class of the configuration in a run or step directory; ``Config`` if it is not of an image model."""
     try:
         program = parse_json((Path(directory) / "config.json").read_text(encoding="utf-8")).get("program")
     except (OSError, ValueError, AttributeError):

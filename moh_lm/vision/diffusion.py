@@ -1,4 +1,4 @@
-"""Diffusion: images that become noise in T steps, what a model loses that finds the noise, and drawing images with it.
+"""Diffusion: images that become noise in T steps, the loss of a model that predicts the noise, and sampling with it.
 
 With the linear schedule beta_t (Ho et al. 2020, arXiv 2006.11239), a_t = prod (1 - beta_1..t) and noise e ~ N(0, 1)
 
@@ -6,10 +6,10 @@ With the linear schedule beta_t (Ho et al. 2020, arXiv 2006.11239), a_t = prod (
     q(x_t-1 | x_t, x_0) = N(m(x_t, x_0), v_t),   v_t = beta_t (1 - a_t-1) / (1 - a_t)
     m(x_t, x_0) = sqrt(a_t-1) beta_t / (1 - a_t) x_0 + sqrt(1 - beta_t) (1 - a_t-1) / (1 - a_t) x_t
 
-A model says e' and w for x_t. So x_0' = (x_t - sqrt(1 - a_t) e') / sqrt(a_t), and its p(x_t-1 | x_t) has the mean
-m(x_t, x_0') and the log variance r ln beta_t + (1 - r) ln v_t with r = (w + 1) / 2 (Nichol and Dhariwal 2021, arXiv
-2102.09672, Eq. 15). Its loss is mean (e - e')^2 + T/1000 L_vb. L_vb is KL(q || p) in bits per number; for the first
-step it is -log2 p(x_0) of numbers that were rounded to 8 bits. It trains w only.
+A model predicts e' and w from x_t. Then x_0' = (x_t - sqrt(1 - a_t) e') / sqrt(a_t), and its p(x_t-1 | x_t) has the
+mean m(x_t, x_0') and the log variance r ln beta_t + (1 - r) ln v_t with r = (w + 1) / 2 (Nichol and Dhariwal 2021,
+arXiv 2102.09672, Eq. 15). Its loss is mean (e - e')^2 + T/1000 L_vb. L_vb is KL(q || p) in bits per number; for the
+first step it is -log2 p(x_0) of numbers that were rounded to 8 bits. L_vb only trains w.
 
 Shapes: b images [c, H, W] at steps t, counted from 0. Computed in fp32 or wider, the schedule in float64.
 """
@@ -21,7 +21,7 @@ import torch
 
 
 class Diffusion:
-    """The schedule of ``steps`` steps, more than 20; or with ``drawn`` a chain of so many of them, 2 or more.
+    """The schedule of ``steps`` steps, more than 20; with ``drawn``, a chain of that many of them, 2 or more.
 
     timesteps: the steps of the schedule that are in the chain, evenly spaced and rounded as in DiT's code.
     """
@@ -42,22 +42,22 @@ class Diffusion:
         self.table = torch.from_numpy(np.stack(columns))
 
     def at(self, t, x):
-        """The columns of the table for steps t [b], each [b, 1, 1, 1]; in dtype and on device of x."""
+        """Return the columns of the table for steps t [b], each [b, 1, 1, 1], in dtype and on the device of x."""
         return self.table.to(x.device)[:, t].to(x.dtype)[..., None, None, None]
 
     def noised(self, x, t, noise):
-        """x_t of x and noise [b, c, H, W] and t, int64 [b]."""
+        """Return x_t, given x and noise [b, c, H, W] and t, int64 [b]."""
         signal, deviation, *_ = self.at(t, x)
         return signal * x + deviation * noise
 
     def posterior(self, x_t, t, noise, w):
-        """Mean and log variance of p(x_t-1 | x_t) by what a model says: all [b, c, H, W]."""
+        """Return mean and log variance of p(x_t-1 | x_t) from a model's outputs, all [b, c, H, W]."""
         signal, deviation, of_start, of_noised, high, low = self.at(t, x_t)
         mean = of_start * (x_t - deviation * noise) / signal + of_noised * x_t
         return mean, low + (w + 1) / 2 * (high - low)
 
     def losses(self, predict, x, t, y, noise):
-        """The losses [b] of images x, steps t, classes y and noise. predict: (x_t, t, y) -> e' and w, [b, 2c, H, W]."""
+        """Return the losses [b] of images x, steps t and classes y. predict: (x_t, t, y) -> e' and w, [b, 2c, H, W]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         x, noise = x.to(wide), noise.to(wide)
         x_t = self.noised(x, t, noise)
@@ -72,11 +72,12 @@ class Diffusion:
 
     @torch.no_grad()
     def sample(self, predict, y, noises, no_class=None, cfg_scale=1.0, progress=lambda: None):
-        """Images of classes y, int64 [b], along the chain. noises: an iterator of [b, c, H, W]; the first is x_T.
+        """Sample images of classes y, int64 [b], along the chain. noises: an iterator of [b, c, H, W]; the first is
+        x_T.
 
-        predict: see ``losses``. With guidance e' is that of ``no_class`` and ``cfg_scale`` times what the class adds
-        to it (Ho and Salimans 2022, arXiv 2207.12598), in all channels; DiT's code does so in the first three only.
-        w is that of the class. ``progress`` is called after each step.
+        predict: see ``losses``. With guidance, e' is that of ``no_class`` plus ``cfg_scale`` times the difference that
+        the class makes (Ho and Salimans 2022, arXiv 2207.12598), in all channels; DiT's code guides only the first
+        three. w is that of the class.
         """
         x = next(noises)
         for place in reversed(range(len(self.timesteps))):
@@ -96,7 +97,7 @@ class Diffusion:
 
 
 def log_probability(x, mean, log_variance):
-    """ln of the probability of x by N(mean, variance), for numbers between -1 and 1 that were rounded to 8 bits."""
+    """Return ln of the probability of x under N(mean, variance), for numbers from -1 to 1 rounded to 8 bits."""
 
     def below(edge):  # Gelu's approximation of the normal distribution function
         z = (x + edge - mean) * (-log_variance / 2).exp()
@@ -108,7 +109,7 @@ def log_probability(x, mean, log_variance):
 
 
 def image_noise(seed, numbers, shape, device):
-    """Endless fp32 noise [b, *shape] for ``sample``: that of each image is a function of (seed, its number) alone."""
+    """Yield fp32 noise [b, *shape] for ``sample``, endlessly; each image's depends only on the seed and its number."""
     generators = [np.random.Generator(np.random.Philox(key=[seed, number])) for number in numbers]
     while True:
         drawn = [generator.standard_normal(shape, np.float32) for generator in generators]

@@ -1,8 +1,9 @@
-"""MoH-DiT: a transformer that says which noise is in an image, of patches as tokens (paper, section 4.2).
+"""MoH-DiT: a transformer that predicts the noise in an image, with patches as tokens (paper, section 4.2).
 
 The model is DiT (Peebles and Xie 2023, arXiv 2212.09748): patches and their positions; blocks of attention and MLP; and
-from step and class a vector c [b, d] that shifts, scales and gates what each block adds (adaLN-Zero). Its attention is
-Mixture-of-Head: the heads are multiplied by the gates of ``HeadRouter`` (Eq. 4). Blocks may differ in their heads.
+a vector c [b, d], computed from step and class, that shifts, scales and gates what each block adds (adaLN-Zero). Its
+attention is Mixture-of-Head: the heads are multiplied by the gates of ``HeadRouter`` (Eq. 4). Blocks may differ in
+their heads.
 
 Parameters have the names and first values of the authors' code; its wg, wg_0 and wg_1 are those of the router.
 Positions are computed, and not in files. The noise and the loss are in moh_lm/vision/diffusion.py.
@@ -31,10 +32,7 @@ FREQUENCIES = 128  # of a step: half of its features
 
 
 class DiT(WholeModel):
-    """The whole model. config: ``DiTConfig``. micro_batches: of a step, over which the losses of routers are averaged.
-
-    Parameters are left empty; ``initialize`` draws them.
-    """
+    """The whole model. Parameters are left empty; ``initialize`` draws them. micro_batches: number in a step."""
 
     def __init__(self, config, micro_batches=1, recompute=False):
         super().__init__()
@@ -53,16 +51,14 @@ class DiT(WholeModel):
         self.final_layer = nn.ModuleDict({"linear": linear(d, p * p * 2 * c), "adaLN_modulation": modulation(d, 2)})
 
     def forward(self, x, t, y, noise):
-        """Mean loss and losses [b] of images and noise [b, c, H, W], steps and classes int64 [b]."""
+        """Return the mean loss and the losses [b] of images and noise [b, c, H, W], steps and classes int64 [b]."""
         self.batch.advance(x.device)
         losses = self.diffusion.losses(self.predict, x, t, y, noise)
         return losses.mean(), losses
 
     def predict(self, x, t, y):
-        """The noise in x [b, c, H, W], and where in its range the log variance lies: [b, 2c, H, W].
-
-        t: step, int64 [b]. y: class, int64 [b]; num_classes is none.
-        """
+        """Predict the noise in x [b, c, H, W] and the position of the log variance in its range: [b, 2c, H, W]. t, y:
+        int64 [b]; the class num_classes means none."""
         d, p = self.config.hidden_size, self.config.patch_size
         patches = self.x_embedder.proj(x.to(self.x_embedder.proj.weight.dtype))  # [b, d, H/p, W/p]
         side, dtype = patches.shape[-1], patches.dtype
@@ -75,10 +71,7 @@ class DiT(WholeModel):
         return x.view(side, side, len(t), p, p, -1).permute(2, 5, 0, 3, 1, 4).reshape(len(t), -1, side * p, side * p)
 
     def draw(self, y, numbers, seed, steps, cfg_scale, progress=lambda: None):
-        """Images [b, c, H, W] of classes y, int64 [b], in so many steps: each by its number and the seed alone.
-
-        ``progress`` is called after each step.
-        """
+        """Sample images [b, c, H, W] of classes y, int64 [b]. Each depends only on its number and the seed."""
         config = self.config
         shape = config.in_channels, config.input_size, config.input_size
         noises = image_noise(seed, numbers, shape, y.device)
@@ -100,7 +93,7 @@ class DiTBlock(RoutedBlock):
         return self.attn.router
 
     def block(self, x, c, inputs, replay):
-        """x [s, b, d] and c [b, d] -> [s, b, d], and the ``RouterOutput``."""
+        """Map x [s, b, d] and c [b, d] to the output [s, b, d] and the ``RouterOutput``."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(c).chunk(6, dim=-1)
         attention, routing = self.attn(modulated(x, shift, scale), inputs, replay)
         x = x + gate * attention
@@ -127,14 +120,14 @@ class Attention(nn.Module):
                     describe(weight, bound=xavier(*weight.shape))
 
     def forward(self, x, inputs, replay):
-        """x [s, b, d] -> [s, b, d], and the ``RouterOutput``."""
+        """Map x [s, b, d] to the output [s, b, d] and the ``RouterOutput``."""
         routing = self.router(x, inputs, replay)
         query, key, value = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(2)  # [s, b, h, e]
         return self.proj(gated_attention(query, key, value, routing.gates, causal=False).flatten(2)), routing
 
 
 def xavier(inputs, outputs):
-    """Where Xavier's uniform distribution ends."""
+    """Return the bound of Xavier's uniform distribution."""
     return math.sqrt(6 / (inputs + outputs))
 
 
@@ -143,30 +136,30 @@ def xavier_linear(inputs, outputs):
 
 
 def modulation(d, parts):
-    """c [b, d] -> [b, parts d], at first 0."""
+    """Return a layer from c [b, d] to [b, parts d] that starts at 0."""
     return nn.Sequential(nn.SiLU(), linear(d, parts * d))
 
 
 def modulated(x, shift, scale):
-    """x [s, b, d], normalised without weights, scaled and shifted by what is [b, d]."""
+    """Normalise x [s, b, d] without weights, then scale and shift it by [b, d]."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
 def angles(numbers, count):
-    """numbers [n] times frequencies from 1 down to almost 1/10000: float64 [n, count]."""
+    """Multiply numbers [n] by frequencies from 1 down to almost 1/10000: float64 [n, count]."""
     frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64, device=numbers.device) / count)
     return numbers.double()[:, None] * frequencies
 
 
 def step_features(t):
-    """Cosines, then sines of t [b]: float64 [b, 2 FREQUENCIES]."""
+    """Return the cosines, then sines, of steps t [b]: float64 [b, 2 FREQUENCIES]."""
     turned = angles(t, FREQUENCIES)
     return torch.cat((turned.cos(), turned.sin()), dim=-1)
 
 
 @functools.lru_cache(maxsize=8)
 def position_table(side, d, dtype, device):
-    """What is added to the tokens of side x side patches, [s, 1, d]: waves of their columns, then of their rows."""
+    """Return sines and cosines of the columns, then of the rows, of side x side patches: [s, 1, d]."""
     turned = angles(torch.arange(side, device=device), d // 4)
     waves = torch.cat((turned.sin(), turned.cos()), dim=-1)  # [side, d/2]
     table = torch.cat((waves.repeat(side, 1), waves.repeat_interleave(side, 0)), dim=-1)

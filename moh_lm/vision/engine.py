@@ -31,7 +31,7 @@ class ImageEngine(Engine):
         return mean
 
     def losses(self, batch):
-        """Mean loss, losses [b], 0 for filler, and which images are no filler, bool [b]."""
+        """Return the mean loss, losses [b] (0 for filler), and which images are not filler, bool [b]."""
         self.model.batch.feed([None], [batch.samples])
         mean, losses = self.engine(*map(self.on_device, batch.inputs))
         counted = self.on_device(batch.labels) >= 0

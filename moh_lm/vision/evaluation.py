@@ -1,4 +1,4 @@
-"""What an evaluation asks of held-out images, and the images that a DiT draws. All ranks call it together.
+"""Evaluates held-out images and generates images with a DiT. All ranks call it together.
 
 Shapes: b images of a micro-batch.
 """
@@ -15,7 +15,7 @@ from moh_lm.vision.pictures import grid
 
 
 class Evaluation:
-    """The mean loss of the held-out images, by the moving average of the weights if there is one."""
+    """The mean loss of the held-out images, with the moving average of the weights if there is one."""
 
     counted = ()  # what is counted of the images besides their losses
 
@@ -31,7 +31,7 @@ class Evaluation:
 
     @torch.no_grad()
     def means(self, micro_batches):
-        """{"loss", and each of ``counted``: mean over the images of all ranks}; {} without images."""
+        """Return {"loss", and each of ``counted``}: means over the images of all ranks; {} without images."""
         sums = torch.zeros(2 + len(self.counted), dtype=torch.float64, device=self.engine.device)
         self.engine.engine.eval()
         with self.engine.optimizer.averaged():
@@ -48,7 +48,7 @@ class Evaluation:
 
 
 class ClassifierEvaluation(Evaluation):
-    """Also the shares of images whose class is among the five most likely ones, and of those where it is the first."""
+    """Adds the shares of images whose class is the most likely one, and among the five most likely ones."""
 
     counted = ("top_5", "top_1")
 
@@ -62,7 +62,7 @@ class ClassifierEvaluation(Evaluation):
 
 
 class DiffusionEvaluation(Evaluation):
-    """Also images that the model draws, in samples/step-N.png."""
+    """Adds images that the model generates, in samples/step-N.png."""
 
     def __call__(self, step):
         super().__call__(step)
@@ -74,10 +74,7 @@ class DiffusionEvaluation(Evaluation):
 
     @torch.no_grad()
     def draw(self):
-        """--samples images of the classes 0, 1, ... in turn, by the moving average: float32 [n, c, H, W].
-
-        Each rank draws some of them. The watchdog hears of each step.
-        """
+        """Generate --samples images of the classes 0, 1, ... in turn: float32 [n, c, H, W]. Ranks share the work."""
         run, engine = self.config.run, self.engine
         share = -(-run.samples // dist.get_world_size())
         mine = torch.arange(share) + dist.get_rank() * share
@@ -92,13 +89,13 @@ class DiffusionEvaluation(Evaluation):
         return torch.cat(parts)[: run.samples].cpu()
 
     def keep(self, picture, step):
-        """Write a grid of drawn images, uint8 [H, W, 3]."""
+        """Write a grid of generated images, uint8 [H, W, 3]."""
         path = Path(self.config.run.checkpoint_dir) / "samples" / f"step-{step}.png"
         self.log.writers.picture("samples", picture, step)
         try:
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(picture).save(path)
-        except OSError as error:  # no drawing is worth ending a run for
+        except OSError as error:  # a picture is no reason to end a run
             print(f"{path}: {error.strerror or error}; this drawing is skipped", file=sys.stderr, flush=True)
             return
         print(f"drew {path}", flush=True)

@@ -56,8 +56,7 @@ class CosineAttention(nn.Module):
         self.qkv = linear(width, 3 * width, INIT_STD)
 
     def forward(self, x, inputs, replay=None):
-        """x: [s, b, d], normalised -> [s, b, d], and the ``RouterOutput``. inputs: ``RouterInputs``. replay:
-        ``SelectionReplay``, or None."""
+        """Map x [s, b, d], normalised, to the output [s, b, d] and the ``RouterOutput``. inputs: ``RouterInputs``."""
         routing = self.router(x, inputs, replay)
         context = self.attend(x)
         if routing.gates is not None:
@@ -65,7 +64,7 @@ class CosineAttention(nn.Module):
         return self.proj(context.flatten(2)), routing
 
     def attend(self, x):
-        """H_i of every head: [s, b, d] -> [s, b, h, e]."""
+        """Return H_i of every head, given x [s, b, d]: [s, b, h, e]."""
         query, key, value = self.qkv(x).unflatten(-1, (3, *self.shape)).unbind(2)
         query = self.scaled(F.normalize(query, dim=-1), torch.full((), len(x), device=x.device))
         parts = (part.permute(1, 2, 0, 3) for part in (query, F.normalize(key, dim=-1), value))
@@ -73,7 +72,7 @@ class CosineAttention(nn.Module):
         return F.scaled_dot_product_attention(*parts, attn_mask=bias, scale=1).permute(2, 0, 1, 3)
 
     def scaled(self, unit, seen):
-        """q of u [s, b, h, e]. seen: n, whole numbers, [] or [s, 1, 1, 1]."""
+        """Return q, given u [s, b, h, e]. seen: n, integers, [] or [s, 1, 1, 1]."""
         wide = torch.promote_types(unit.dtype, torch.float32)
         scale = F.softplus(self.temperature.squeeze(-1).to(wide)) * seen.to(wide).log()
         return ((unit + self.query_embedding.squeeze(1)) * scale).to(unit.dtype)
@@ -126,7 +125,7 @@ class AggregatedAttention(CosineAttention):
         return context
 
     def keys_and_values(self, x):
-        """Keys of length 1 and values of tokens or cells [., b, d], both [., b, h, e]."""
+        """Return unit-length keys and values of tokens or cells [., b, d], both [., b, h, e]."""
         key, value = self.kv(x).unflatten(-1, (2, *self.shape)).unbind(2)
         return F.normalize(key, dim=-1), value
 

@@ -1,4 +1,4 @@
-"""An image model as a checkpoint has it."""
+"""Loads an image model from a checkpoint."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ MODELS = {"vit": (TransNeXt, Block), "dit": (DiT, DiTBlock)}  # and their layers
 
 @torch.no_grad()
 def load_model(step, weights=None):
-    """The configuration of a step directory, and its model: on the CPU, in fp32, for evaluation.
+    """Return the configuration of a step directory and its model, on the CPU, in fp32, for evaluation.
 
-    weights: "master", or "ema" for their moving average; None: the average if there is one. Raises ConfigError.
+    weights: "master", "ema" for the moving average, or None for the average if there is one. Raises ConfigError.
     """
     kind = kind_of_run(step)
     if not issubclass(kind, ImageTraining):

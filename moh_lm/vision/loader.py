@@ -1,7 +1,6 @@
-"""From images to micro-batches: what a run of an image model reads, and each rank's share of a step.
+"""Turns images into micro-batches: what a run of an image model reads, and each rank's share of a step.
 
-Language models have moh_lm/data/dataset.py and moh_lm/data/loader.py for it. --workers processes read ahead of the
-training loop, a micro-batch each; without them a step is read when it is asked for.
+--workers processes read ahead of the training loop, a micro-batch each; without them a step is read on demand.
 """
 
 import os
@@ -27,7 +26,7 @@ IN_ORDER = 0  # the seed of the order of held-out images, which mixes their clas
 
 
 def open_source(path):
-    """The ``Images`` or ``Latents`` at a path. Raises ConfigError."""
+    """Return the ``Images`` or ``Latents`` at a path. Raises ConfigError."""
     if os.path.exists(os.path.join(path, FACTS)):
         return Latents(path)
     if os.path.exists(os.path.join(path, PARTIAL)):
@@ -36,7 +35,7 @@ def open_source(path):
 
 
 def open_images(config):
-    """The ``ImageSet`` of a ``ViTTraining`` or ``DiTTraining``. Raises ConfigError with all that is wrong."""
+    """Return the ``ImageSet`` of a ``ViTTraining`` or ``DiTTraining``. Raises ConfigError with every problem."""
     sources, problems, data = [], [], config.data
     paths = {"--data-dir": data.data_dir, **({"--validation-dir": data.validation_dir} if data.validation_dir else {})}
     for flag, path in paths.items():
@@ -56,7 +55,7 @@ def open_images(config):
 
 
 def class_problems(num_classes, training, held_out=None):
-    """Sentences for class folders that are too many or too few, or not the same in the held-out images."""
+    """Return sentences if there are too many or too few class folders, or if held-out images have others."""
     found, present = len(training.classes), set(training.classes)
     if found != num_classes:
         yield f"--num-classes {num_classes}: {training.path} has {found} class folders; set --num-classes {found}"
@@ -70,13 +69,13 @@ def class_problems(num_classes, training, held_out=None):
 
 
 def names_of_training(step):
-    """Names of the classes that the model in a step directory was trained on; None of an import."""
+    """Return the class names that the model in a step directory was trained on; None for an import."""
     segments = read_json(Path(step) / "state.json")["data"]["segments"]
     return segments[-1]["names"] if segments else None
 
 
 def name_problems(step, images):
-    """A sentence if the class folders of ``images`` are other than those of the training."""
+    """Return a sentence if the class folders of ``images`` differ from those of the training."""
     names = names_of_training(step) or images.classes
     if names != images.classes and len(names) == len(images.classes):
         was, now = next(pair for pair in zip(names, images.classes, strict=True) if pair[0] != pair[1])
@@ -84,15 +83,13 @@ def name_problems(step, images):
 
 
 def facts_of(source):
-    """What a checkpoint says of ``Images`` or ``Latents``."""
+    """Return what a checkpoint records about ``Images`` or ``Latents``."""
     return {"images": len(source.labels), "classes": len(source.classes), **source.identity()}
 
 
 def difference(given, source, before):
-    """A sentence if ``source``, the value of the flag ``given``, is not what a checkpoint says that it was ``before``.
-
-    Only what the checkpoint knows is compared: older ones know no content.
-    """
+    """Return a sentence if ``source``, the value of the flag ``given``, differs from what a checkpoint recorded. Only
+    recorded facts are compared: older checkpoints record no content."""
     now = {**facts_of(source), "names": source.classes}
     if all(before[key] == now[key] for key in before.keys() & now.keys()):
         return []
@@ -109,7 +106,7 @@ def folders(names):
 
 
 class ImageSet(TrainingData):
-    """The images of a run. training, held_out: ``Images`` or ``Latents``; nothing may be held out."""
+    """The images of a run. training, held_out: ``Images`` or ``Latents``; held_out may be None."""
 
     def __init__(self, config, training, held_out=None):
         self.config, self.training, self.held_out = config, training, held_out
@@ -120,12 +117,12 @@ class ImageSet(TrainingData):
         self.source_names = self.samples.source_names
 
     def state(self, consumed=0):
-        """For a checkpoint: what identifies the images, and those that are held out."""
+        """Return what a checkpoint stores: what identifies the images and the held-out ones."""
         held_out = {"held_out": facts_of(self.held_out)} if self.held_out else {}
         return {"segments": [{**facts_of(self.training), "names": self.training.classes, **held_out}], "units": {}}
 
     def changes(self, saved, consumed=0):
-        """Sentences for images that are other than those of a checkpoint; a run may begin or cease to hold out some."""
+        """Return sentences for images other than a checkpoint's; a run may start or stop holding some out."""
         before = saved["segments"][-1]
         found = difference("--data-dir", self.training, before)
         if self.held_out and "held_out" in before:
@@ -136,7 +133,7 @@ class ImageSet(TrainingData):
         return samples * self.config.seq_length
 
     def training_request(self, numbers):
-        """The ``Request`` for samples int64 [b] of the run."""
+        """Return the ``Request`` for samples int64 [b] of the run."""
         epochs, places = np.divmod(numbers, self.num_images)
         seed = self.config.run.seed
         indices = [
@@ -147,7 +144,7 @@ class ImageSet(TrainingData):
         return Request(numbers, places, self.training.labels[indices], True)
 
     def held_out_request(self, indices):
-        """The ``Request`` for held-out images int64 [b]; -1 is filler."""
+        """Return the ``Request`` for held-out images int64 [b]; -1 is filler."""
         labels = np.where(indices < 0, -1, self.held_out.labels[indices])
         indices = np.maximum(indices, 0)
         return Request(indices, [self.held_out.place(index) for index in indices], labels, False)
@@ -165,9 +162,9 @@ class ImageLoader:
         self.held_out = {}  # number of images -> DataLoader
 
     def train_step(self, consumed):
-        """This rank's micro-batches of the step whose first sample is number ``consumed``: samples consumed + r B/R +
-        [0, B/R) for rank r of R, in order. Steps in turn have been read ahead. Raises ShardError for an image that
-        cannot be read."""
+        """Return this rank's micro-batches of the step that starts at sample ``consumed``: for rank r of R samples
+        consumed + r B/R + [0, B/R), in order. Consecutive steps are read ahead. Raises ShardError for an unreadable
+        image."""
         if consumed != self.following:
             self.forget()
             self.batches = batches_of(self.reader(self.requests_from(consumed)))
@@ -180,8 +177,8 @@ class ImageLoader:
                 yield self.dataset.training_request(np.arange(start, start + self.micro_batch_size))
 
     def validation(self, num):
-        """This rank's part of the first ``num`` held-out images (0: all), an iterator of micro-batches, read as it
-        goes. Micro-batches are dealt to the ranks in turn; filler makes up what is missing in the last ones."""
+        """Yield this rank's micro-batches of the first ``num`` held-out images (0: all). Micro-batches are dealt to the
+        ranks in turn, and filler completes the last ones."""
         if not self.dataset.num_validation:
             return iter(())
         if num not in self.held_out:
@@ -193,7 +190,7 @@ class ImageLoader:
         return batches_of(self.held_out[num])
 
     def reader(self, requests, **options):
-        """Torch's loader of the micro-batches of requests. Workers take seconds to begin."""
+        """Return torch's loader of the micro-batches of requests. Workers take seconds to start."""
         if self.workers:
             ahead = -(-AHEAD * self.samples_per_step // (self.micro_batch_size * self.workers))
             options |= dict(multiprocessing_context="spawn", prefetch_factor=ahead, worker_init_fn=ignore_stops)
@@ -214,7 +211,7 @@ class ImageLoader:
 
 
 def batches_of(reader):
-    """The ``ImageBatch``es that a DataLoader reads. Raises the ShardError of one that could not be read."""
+    """Yield the ``ImageBatch``es of a DataLoader. Raises the ShardError of one that could not be read."""
     for batch in reader:
         if isinstance(batch, ShardError):
             raise batch
@@ -222,6 +219,6 @@ def batches_of(reader):
 
 
 def ignore_stops(worker):
-    """What asks a run to stop may reach its workers too: they read on until the run ends them."""
+    """Ignore the signals that stop a run, since they may reach workers too: the run ends them later."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""How the parameters of image models begin, and what optimizer and checkpoints read of them.
+"""Initial values of the parameters of image models, and what optimizer and checkpoints know about them.
 
 Their layers are torch's. Each parameter carries the description of moh_lm/parallel/layers.py. It is whole on every
 rank.
@@ -8,8 +8,8 @@ from torch import nn
 
 
 def describe(parameter, std=None, bound=None, value=0.0, decays=True):
-    """Say how a parameter begins: N(0, std), uniform within +-bound, or all ``value``. decays: whether weight decay is
-    for it, if it is no vector. Returns it."""
+    """Set how a parameter starts: N(0, std), uniform within +-bound, or all ``value``. decays: whether it has weight
+    decay if it is not a vector. Returns the parameter."""
     parameter.whole_shape = tuple(parameter.shape)
     parameter.init_std, parameter.init_bound, parameter.init_value = std, bound, value
     parameter.tensor_partition = None
@@ -19,7 +19,7 @@ def describe(parameter, std=None, bound=None, value=0.0, decays=True):
 
 
 def described(module, std=None, bound=None, value=0.0, decays=True):
-    """``describe`` the weight of a module; its bias, if it has one, begins with 0. Returns the module."""
+    """Call ``describe`` on the weight of a module, set its bias to start at 0, and return the module."""
     describe(module.weight, std, bound, value, decays)
     if module.bias is not None:
         describe(module.bias)

@@ -1,4 +1,4 @@
-"""Drawn images as pictures to look at."""
+"""Pictures of generated images."""
 
 import math
 
@@ -8,16 +8,14 @@ GAP = 2  # pixels between the images of a grid
 
 
 def to_bytes(images):
-    """Images in [-1, 1], [n, c, H, W] -> uint8 [n, H, W, c], as a numpy array."""
+    """Convert images in [-1, 1], [n, c, H, W], to a numpy array, uint8 [n, H, W, c]."""
     scaled = ((images.float() + 1) * 127.5).round().clamp(0, 255)
     return scaled.permute(0, 2, 3, 1).byte().cpu().numpy()
 
 
 def grid(images, least=64):
-    """Images in [-1, 1], [n, c, H, W], side by side in rows: uint8 [H, W, 3].
-
-    Small ones are enlarged to ``least`` pixels or more. Of latents the first three channels are shown, or the first.
-    """
+    """Arrange images in [-1, 1], [n, c, H, W], in rows: uint8 [H, W, 3]. Small ones are enlarged to ``least`` pixels or
+    more. Latents show their first three channels, or the first."""
     pixels = to_bytes(images)
     pixels = pixels[..., [0, 0, 0] if pixels.shape[3] < 3 else [0, 1, 2]]
     factor = max(1, math.ceil(least / pixels.shape[1]))

@@ -25,7 +25,7 @@ VIT = {
 
 
 def runs(*pairs):
-    """Pairs (value, number of layers) -> a value per layer."""
+    """Repeat each value of pairs (value, number of layers): a value per layer."""
     return tuple(value for value, count in pairs for _ in range(count))
 
 

@@ -18,16 +18,14 @@ SIZED = {  # parameters with a row for each class, and with the channels of an i
 
 
 def our_name(name):
-    """The name here of a parameter that a file calls ``name``."""
+    """Return our name of a parameter that a file calls ``name``."""
     owner, attention, last = name.removeprefix("module.").rpartition("attn.")
     return owner + attention + ROUTER.get(last, last)
 
 
 def state_dict(content, weights=None):
-    """{our name: tensor} of what a file holds, and the key that it was under, or None.
-
-    weights: one of ``KEYS``, by default the first that is there. Raises ConfigError if there is no state dict.
-    """
+    """Return {our name: tensor} of a file, and the key that it was under, or None. weights: one of ``KEYS``, by default
+    the first present. Raises ConfigError if there is no state dict."""
     keys = [key for key in KEYS if isinstance(content, dict) and isinstance(content.get(key), dict)]
     if weights and weights not in keys:
         there = ", ".join(keys) or "one set of weights without a name"
@@ -40,7 +38,7 @@ def state_dict(content, weights=None):
 
 
 def sizes(kind, tensors):
-    """{field of the configuration: value} of what the tensors alone tell. kind: vit or dit."""
+    """Return {field of the configuration: value} of what the tensors alone imply. kind: vit or dit."""
     shapes, found = {name: tensor.shape for name, tensor in tensors.items()}, {}
     classes, pixels = SIZED[kind]
     if classes in shapes:

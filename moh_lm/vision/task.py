@@ -1,4 +1,4 @@
-"""The tasks of image models: MoH-ViT, which says the class of an image, and MoH-DiT, which draws images of a class."""
+"""The tasks of image models: MoH-ViT, which classifies images, and MoH-DiT, which generates images of a class."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ from moh_lm.vision.transnext import TransNeXt
 
 
 def open_data(config, problems, dry_run):
-    """The configuration, whose budget is in iterations, and the images. Raises ConfigError with every problem."""
+    """Return the configuration, with its budget in iterations, and the images. Raises ConfigError."""
     raise_any(problems)
     if dry_run and not os.path.exists(config.data.data_dir):
         return config, None
@@ -39,7 +39,7 @@ def open_data(config, problems, dry_run):
 
 
 def describe(config, images, world_size, device=None):
-    """Lines that say what the run is."""
+    """Return the lines that describe the run."""
     model, run = config.model, config.run
     with torch.device("meta"):
         network = MODELS[config.kind][0](model)
@@ -82,12 +82,12 @@ def make_loader(config, images, groups, device):
 
 
 def classifier_flops(model, seq_length, measured):
-    """FLOPs of training for each token of the first stage: every head is computed."""
+    """Return the FLOPs of training per token of the first stage: every head is computed."""
     return training_flops(forward_flops(TransNeXt, model, model.image_size), seq_length)
 
 
 def diffusion_flops(model, seq_length, measured):
-    """FLOPs of training for each token: every head is computed."""
+    """Return the FLOPs of training per token: every head is computed."""
     return training_flops(forward_flops(DiT, model, model.input_size), seq_length)
 
 

@@ -102,13 +102,10 @@ def one_process(data_dir, tmp_path_factory):
 @pytest.mark.parametrize(
     "world_size, layout",
     [
-        (1, ("--recompute",)),
-        (2, ()),
+        (2, ("--zero-stage", "2", "--recompute")),
         (2, ("--tensor-parallel-size", "2")),
-        (2, ("--pipeline-parallel-size", "2")),
         (2, ("--pipeline-parallel-size", "2", "--recompute")),
         (2, ("--attention-backend", "cpu_sparse", "--tensor-parallel-size", "2", "--recompute")),
-        (2, ("--attention-backend", "cpu_sparse", "--pipeline-parallel-size", "2")),
     ],
 )
 def test_resets_train_the_same_model_in_every_layout(data_dir, tmp_path, one_process, world_size, layout):

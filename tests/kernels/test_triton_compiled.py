@@ -100,8 +100,10 @@ needs_cuobjdump = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("name, arch, head_dim, group", CASES)
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "name, arch, head_dim, group, documents",
+    [*((*case, True) for case in CASES), *((name, 90, 96, 1, False) for name in KERNELS)],
+)
 def test_a_kernel_uses_tensor_cores_and_spills_no_registers(
     name, documents, arch, head_dim, group, tmp_path
 ):

@@ -415,7 +415,7 @@ def test_a_quickstart_keeps_to_cuda_visible_devices():
         assert "run python -m moh_lm." in text and "--num_gpus" not in text  # with which deepspeed takes GPU 0
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_continue", "ablation", "atlas", "ladder"])
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_continue", "ablation", "atlas", "ladder", "study"])
 def test_help_of_a_script_is_its_opening_comment(name, tmp_path):
     script = ROOT / "launch" / f"{name}.sh"
     for flags in (["--help"], [str(tmp_path / "out"), "--help"]):
@@ -432,7 +432,7 @@ def test_flags_of_a_comparison_name_files_where_it_was_started():
     assert (code, output.splitlines()) == (0, [str(ROOT), *places, "--seed", "d"])
 
 
-@pytest.mark.parametrize("name", ["ablation", "atlas", "ladder"])
+@pytest.mark.parametrize("name", ["ablation", "atlas", "ladder", "study"])
 def test_a_comparison_tells_a_wrong_flag_before_it_makes_anything(name, tmp_path):
     script = ROOT / "launch" / f"{name}.sh"
     command = ["bash", script, tmp_path / "out", "--lr", "1", "--hidden-size", "wide"]

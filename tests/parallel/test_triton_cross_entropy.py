@@ -93,11 +93,10 @@ def test_ranks_that_share_a_vocabulary_compute_the_same(ranks, monkeypatch):
         torch.testing.assert_close(result, expected(*make_problem(9, seed=2), 0.01), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-def test_a_run_with_the_kernels_trains_the_same_model(layout, data_dir, one_rank_run, monkeypatch, tmp_path):
+def test_a_run_with_the_kernels_trains_the_same_model(data_dir, one_rank_run, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(distributed, "CONTEXT", multiprocessing.get_context("spawn"))
-    flags = ("--fused-loss", f"--{layout}-parallel-size", "2", "--train-iters", "2")
+    flags = ("--fused-loss", "--tensor-parallel-size", "2", "--train-iters", "2")
     distributed.run_ranks(runs.run, 2, runs.arguments(data_dir, tmp_path, *flags))
     assert runs.losses(tmp_path) == pytest.approx(runs.losses(one_rank_run)[:1], rel=1e-5)
 

@@ -13,7 +13,7 @@ from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
 from studies import atlas as command
-from studies import comparison, runs
+from studies import comparison, runs, times
 from studies.atlas_forms import SIZES, VARIANTS
 from tests.studies.written_runs import begin
 
@@ -22,10 +22,15 @@ START = {"a": 4.0}
 
 def make(out, *more):
     """The plan of an atlas that knows the speed of each size."""
-    for size, speed in (("s", 1000), ("m", 500), ("l", 250)):
-        write_rows(out / "probes" / size, {"step": 5, "tokens_per_second": speed})
-    flags = command.parse_arguments([str(out), "--data-dir", str(out / "data"), *more])
-    return comparison.Comparison(flags)
+    plan = comparison.Comparison(command.parse_arguments([str(out), "--data-dir", str(out / "data"), *more]))
+    for size, speed in zip(plan.table.sizes, (1000, 500, 250), strict=True):
+        write_rows(times.short_run(plan, size, VARIANTS[0], 1).directory, *rows_of_steps(speed))
+    return plan
+
+
+def rows_of_steps(speed):
+    """The rows of a short run: slow at first, then of this speed."""
+    return [{"step": step, "tokens_per_second": 1 if step < 20 else speed} for step in range(4, 44, 4)]
 
 
 def write_rows(directory, *rows):
@@ -123,19 +128,19 @@ def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, caps
         ("--sizes l", "sl"),  # rates are tuned at s
     ],
 )
-def test_a_probe_has_the_layout_of_the_runs_and_a_legal_schedule(given, sizes, tmp_path, monkeypatch):
+def test_first_steps_have_the_layout_of_the_runs_and_a_schedule(given, sizes, tmp_path, monkeypatch):
     flags = [str(tmp_path), "--data-dir", "data", "--variants", "dense", *given.split()]
     plan, started = comparison.Comparison(command.parse_arguments(flags)), []
 
     def trained(next_run, jobs, ranks=1):
         while run := next_run(set(), {}):
-            started.append(run.name)
+            started.append(run.name.split("/")[2:])
             assert config_problems(parse_config(run.arguments)[0], ranks) == []
         return {}
 
-    monkeypatch.setattr(comparison, "train_all", trained)
-    plan.measure_speeds()
-    assert started == [f"the first steps of size {size}" for size in sizes] and not plan.refused
+    monkeypatch.setattr(times, "train_all", trained)
+    times.measure(plan, plan.trained, VARIANTS[:1], 1)
+    assert started == [[size, "dense", "round-1"] for size in sizes] and not plan.refused
 
 
 def test_flags_that_the_tuned_size_does_not_allow_are_refused(tmp_path):
@@ -146,8 +151,9 @@ def test_flags_that_the_tuned_size_does_not_allow_are_refused(tmp_path):
 
 def test_speeds_are_measured_as_the_runs_are_trained(tmp_path, monkeypatch):
     program = tmp_path / "program"
+    rows = "\n".join(map(json.dumps, rows_of_steps(9)))
     text = 'for last; do :; done; mkdir -p "$last"; echo "$OMP_NUM_THREADS" >> "$0.threads"\n'
-    program.write_text(f'#!/bin/sh\n{text}echo \'{{"step": 5, "tokens_per_second": 9}}\' > "$last/metrics.jsonl"\n')
+    program.write_text(f"#!/bin/sh\n{text}echo '{rows}' > \"$last/metrics.jsonl\"\n")
     program.chmod(0o755)
     monkeypatch.setattr(runs.sys, "executable", str(program))
     monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
@@ -158,13 +164,10 @@ def test_speeds_are_measured_as_the_runs_are_trained(tmp_path, monkeypatch):
         ("--micro-batch-size 4", [""]), ("--micro-batch-size 4 --ranks 2", [""]),
     ):  # fmt: skip
         plan = comparison.Comparison(command.parse_arguments([*given, *flags.split()]))
-        plan.measure_speeds()
+        times.measure(plan, plan.trained, VARIANTS[:1], 1)
         used += threads
         assert Path(f"{program}.threads").read_text().splitlines() == used
-    coming = iter([plan.run(next(plan.trials()))])
-    runs.train_all(lambda *_: next(coming, None), 2)  # a run with other threads and ranks tells nothing
-    write_rows(tmp_path / "out" / "runs/s/dense/rate-0.25-seed-0", {"step": 5, "tokens_per_second": 1})
-    assert plan.speed(plan.sizes[0]) == 9
+    assert plan.speed(plan.sizes[0]) == pytest.approx(9)
 
 
 def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypatch):

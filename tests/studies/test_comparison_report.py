@@ -90,7 +90,7 @@ def test_a_form_is_compared_at_the_rate_that_its_tuning_found_best(tmp_path):
                 write_run(tmp_path, f"s/{variant}/rate-{factor}-seed", seed, last, [90], head_selection="all")
     report.write(tmp_path, TABLE)
     lines = (tmp_path / "REPORT.md").read_text().splitlines()
-    assert [line.split("|")[9].strip() for line in lines if line.startswith("| dense") and "all 8" in line] == [
+    assert [line.split("|")[11].strip() for line in lines if line.startswith("| dense") and "all 8" in line] == [
         "**3.0000 ± 0.0000**"
     ] * 2
 
@@ -105,12 +105,12 @@ def test_the_report_says_what_is_told_apart(tmp_path):
     last, half = {0: START, 10: {"a": 3.0}}, {"num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
     write_run(tmp_path, "s/relu-50/rate-1-seed", 1, last, [90], [3.0, 6.0], routing="relu", **half)
     _, rows = written(tmp_path)
-    told = {name: [cell.rpartition(", ")[2] for cell in row[10:12]] for name, row in rows.items()}
+    told = {name: [cell.rpartition(", ")[2] for cell in row[12:14]] for name, row in rows.items()}
     assert told["static-50"] == ["worse", ""] and told["paper-50"] == ["better", "better"] and told["dense"] == ["", ""]
-    assert rows["static-50"][2] == "4 of 8" and rows["dense"][7] == "3"
+    assert rows["static-50"][2] == "4 of 8" and rows["dense"][9] == "3"
     assert rows["relu-50"][2] == "2 + about 2 of 6, 4.5 in all"
     # One source, so the mean is its own: 3.2 + 1/9, 2/9, 3/9.
-    assert rows["static-50"][9] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
+    assert rows["static-50"][11] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
     assert (tmp_path / "curves.png").exists()
 
 
@@ -124,7 +124,7 @@ def test_runs_that_diverged_and_seeds_without_a_pair_are_named(tmp_path):
     assert [line for line in lines if line.startswith("- ")] == [
         "- size s, paper-50, seed 4: diverged", "- size s, paper-50, seed 5: diverged"
     ]  # fmt: skip
-    assert rows["paper-50"][7] == "3" and rows["paper-50"][10].endswith("better (2 of 3 seeds)")
+    assert rows["paper-50"][9] == "3" and rows["paper-50"][12].endswith("better (2 of 3 seeds)")
 
 
 def test_without_tuning_forms_are_compared_at_a_shared_rate(tmp_path):
@@ -133,7 +133,7 @@ def test_without_tuning_forms_are_compared_at_a_shared_rate(tmp_path):
             last = {0: START, 10: {"a": loss + seed / 100}}
             write_run(tmp_path, f"s/dense/rate-{rate}-seed", seed, last, [90], head_selection="all")
     write_losses(tmp_path, "paper-50", (3.11, 3.12))
-    assert written(tmp_path)[1]["paper-50"][10].startswith("+0.1000")
+    assert written(tmp_path)[1]["paper-50"][12].startswith("+0.1000")
 
 
 def test_runs_of_other_tokens_or_sources_are_left_out_by_name(tmp_path):
@@ -143,7 +143,7 @@ def test_runs_of_other_tokens_or_sources_are_left_out_by_name(tmp_path):
     write_run(tmp_path, "s/paper-50/rate-1-seed", 4, {0: START, 10: {"a": 3.0, "b": 1.0}}, [90])
     write_run(tmp_path, "s/dense-double/rate-1-seed", 1, {0: START, 20: {"a": 2.9}}, [90], iterations=20)
     lines, rows = written(tmp_path)
-    assert rows["paper-50"][7] == "2" and rows["dense-double"][7] == "1"
+    assert rows["paper-50"][9] == "2" and rows["dense-double"][9] == "1"
     assert [line for line in lines if line.startswith("- ")] == [
         f"- size s, paper-50, seed {seed}: has other tokens or sources than most" for seed in (3, 4)
     ]
@@ -154,7 +154,7 @@ def test_a_loss_on_the_way_that_is_not_finite_leaves_a_gap(tmp_path):
     last = {0: START, 5: {"a": None}, 10: {"a": 3.1}, 15: {"a": 9.0}}  # the run went on to be longer
     write_run(tmp_path, "s/paper-50/rate-1-seed", 1, last, [90])
     write_run(tmp_path, "s/paper-50/rate-1-seed-1.bak", 1, last, [90])  # a copy, which is no run
-    assert written(tmp_path)[1]["paper-50"][10] == "+0.1000, one seed"
+    assert written(tmp_path)[1]["paper-50"][12] == "+0.1000, one seed"
     (runs,) = (found["paper-50"] for found in report.read_runs(tmp_path / "runs", TABLE)[0].values())
     assert pictures.curve([*runs[1].values()]) == {0: 4.0, 10: 3.1, 15: 9.0}
 

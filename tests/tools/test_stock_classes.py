@@ -42,11 +42,14 @@ MODELS = {
 CLASS = {"qwen3_5": "Qwen3_5ForCausalLM", "laguna": "LagunaForCausalLM"}
 LOAD = """
 import json, sys, torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-tokens = torch.tensor(json.loads(sys.argv[2]))
-with torch.no_grad():
-    found = [type(model).__name__, model(tokens).logits.tolist()]
-print(json.dumps([*found, model.generate(tokens, max_new_tokens=8, do_sample=False).tolist()]))
+found = []
+for directory, tokens in json.loads(sys.argv[1]):
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = torch.tensor(tokens)
+    with torch.no_grad():
+        found.append([type(model).__name__, model(tokens).logits.tolist()])
+    found[-1].append(model.generate(tokens, max_new_tokens=8, do_sample=False).tolist())
+print(json.dumps(found))
 """
 
 
@@ -73,16 +76,28 @@ def exported(made, export):
     return of
 
 
+@pytest.fixture
+def loaded(made, exported):
+    """What a Python that knows no checkout finds in each export: its tokens, the class, logits and a text."""
+    if "found" not in made:
+        generator = torch.Generator().manual_seed(1)
+        tokens = {kind: torch.randint(MODELS[kind][1].vocab_size, (2, 17), generator=generator) for kind in MODELS}
+        wanted = [(str(exported(kind)), tokens[kind].tolist()) for kind in MODELS]
+        command = [sys.executable, "-I", "-c", LOAD, json.dumps(wanted)]
+        printed = subprocess.run(command, capture_output=True, check=True, cwd=made["in"]).stdout
+        found = json.loads(printed.splitlines()[-1])
+        made["found"] = {kind: (tokens[kind], *row) for kind, row in zip(MODELS, found, strict=True)}
+    return made["found"]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_gated_model_needs_no_code_of_this_project(kind, tmp_path, exported):
+def test_a_gated_model_needs_no_code_of_this_project(kind, exported, loaded):
     (stock, model), directory = MODELS[kind], exported(kind)
     assert not [*directory.glob("*.py")]
     card = (directory / "README.md").read_text()
     assert f"as `{CLASS[stock]}` of transformers computes them" in card and "remote_code" not in card
-    tokens = torch.randint(model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(1))
-    command = [sys.executable, "-I", "-c", LOAD, directory, json.dumps(tokens.tolist())]  # knows no checkout
-    name, logits, text = json.loads(subprocess.run(command, capture_output=True, check=True, cwd=tmp_path).stdout)
+    tokens, name, logits, text = loaded[kind]
     assert name == CLASS[stock]
     expected = make_weights(model)(tokens).transpose(0, 1)
     assert (torch.tensor(logits) - expected).abs().max() <= 1e-5 * expected.abs().max()

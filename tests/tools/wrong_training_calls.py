@@ -119,6 +119,9 @@ TRAINING = {
         out --data-dir DATA --seeds 0 | --seeds 0: tunes the learning rates, so it cannot judge them
         out --data-dir DATA --learning-rate 1 | --learning-rate: the atlas sets it; give --rates
     """,
+    "studies/study.py": """
+        out --data-dir DATA --train-tokens 1M | --train-tokens: the study sets it; give --tokens-per-parameter
+    """,
     "studies/ladder.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --train-iters 3 | --train-iters: the ladder sets it; give --tokens-per-parameter

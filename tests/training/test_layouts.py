@@ -2,7 +2,8 @@
 
 Each layout of the table runs three steps of the training program and is compared with one process: losses, balance
 losses, gradient norm, every parameter's gradient in the first step (AdamW's first moment is a tenth of it), and every
-parameter and moment after the last. The table holds every pair of values of any two factors that may be combined.
+parameter and moment after the last. The table holds every pair of values of any two factors that may be combined, with
+degrees of at most two; a few layouts have four ranks of a kind.
 """
 
 import itertools
@@ -50,49 +51,41 @@ MODELS = {
 }
 COMPARED = {"loss", "load_balance_loss", "grad_norm", "source_loss", "evaluation", "window"}  # of a row
 FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model", "context")
-VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS), (1, 2))
+PLAIN = ("paper", "query norm")  # their parts are all in other models
+VALUES = ((1, 2), (1, 2), (1, 2), (1, 2, 3), (1, 2), (1, 2), (False, True), tuple(MODELS.keys() - PLAIN), (1, 2))
 LAYOUTS = [
-    (1, 2, 1, 1, 2, 2, False, "released, one key", 1),
-    (2, 1, 1, 2, 4, 1, False, "released, step, tied", 1),
-    (2, 1, 1, 2, 1, 4, False, "paper", 1),
-    (1, 1, 2, 2, 4, 1, False, "query norm", 2),
-    (1, 1, 2, 2, 1, 4, True, "query norm, step, grouped", 2),
-    (1, 1, 2, 3, 4, 1, True, "dense, tied", 2),
-    (1, 1, 4, 2, 1, 1, True, "paper", 1),
-    (1, 1, 4, 3, 1, 2, False, "query norm", 1),
-    (1, 1, 4, 3, 1, 1, False, "released, one key", 1),
+    (1, 1, 1, 1, 1, 2, False, "dense, tied", 1),
+    (1, 1, 1, 2, 1, 2, False, "released, one key", 2),
+    (1, 1, 1, 2, 2, 1, True, "no shared head below, windows, own keys", 2),
+    (1, 1, 1, 3, 1, 1, True, "paper, step, grouped, window", 2),
+    (1, 1, 1, 3, 2, 1, True, "query norm, step, grouped", 2),
+    (1, 1, 1, 3, 2, 1, True, "released, one key", 2),
+    (1, 1, 2, 1, 2, 2, False, "paper, step, grouped, window", 1),
+    (1, 1, 2, 2, 1, 2, False, "query norm, step, grouped", 1),
+    (1, 1, 2, 2, 2, 1, False, "paper, latent", 1),
+    (1, 1, 2, 3, 1, 1, False, "dense, tied", 2),
+    (1, 1, 2, 3, 1, 2, True, "released, step, tied", 1),
+    (1, 2, 1, 1, 1, 1, False, "dense, tied", 1),
+    (1, 2, 1, 1, 1, 1, True, "paper, step, grouped, window", 1),
+    (1, 2, 1, 1, 1, 2, True, "paper, latent", 1),
+    (1, 2, 1, 1, 2, 1, False, "released, step, tied", 2),
+    (1, 2, 1, 1, 2, 2, True, "no shared head below, windows, own keys", 1),
+    (1, 2, 2, 1, 2, 1, True, "released, one key", 1),
+    (2, 1, 1, 1, 2, 1, True, "released, one key", 1),
+    (2, 1, 1, 2, 2, 1, False, "released, step, tied", 2),
+    (2, 1, 1, 2, 2, 1, True, "dense, tied", 2),
+    (2, 1, 1, 3, 2, 2, True, "paper, latent", 2),
+    (2, 1, 2, 2, 1, 1, True, "paper, step, grouped, window", 1),
+    (2, 1, 2, 3, 1, 1, False, "no shared head below, windows, own keys", 1),
+    (2, 2, 1, 1, 2, 2, False, "query norm, step, grouped", 1),
+]
+FOURS = [  # where four ranks share what two cannot: one key/value head, a layer for each stage, uneven heads
     (1, 1, 4, 3, 1, 1, True, "released, step, tied", 1),
-    (1, 2, 1, 1, 1, 4, False, "released, step, tied", 2),
-    (1, 2, 1, 1, 1, 4, False, "paper, latent", 2),
-    (1, 2, 2, 1, 2, 1, False, "paper", 1),
-    (1, 2, 2, 1, 1, 4, False, "paper, step, grouped, window", 1),
-    (1, 4, 1, 1, 4, 4, True, "no shared head below, windows, own keys", 1),
-    (1, 4, 1, 1, 4, 2, False, "paper, step, grouped, window", 1),
-    (1, 4, 1, 1, 4, 1, False, "paper", 1),
     (1, 4, 1, 1, 2, 2, True, "paper, latent", 1),
-    (2, 1, 1, 3, 4, 2, True, "paper, step, grouped, window", 2),
-    (2, 1, 1, 3, 2, 2, True, "paper", 2),
-    (2, 1, 2, 2, 2, 1, True, "no shared head below, windows, own keys", 1),
-    (2, 1, 2, 3, 2, 1, True, "released, one key", 1),
-    (2, 2, 1, 1, 2, 4, False, "dense, tied", 1),
-    (2, 2, 1, 1, 4, 2, True, "query norm", 1),
-    (4, 1, 1, 1, 2, 2, False, "released, step, tied", 1),
-    (4, 1, 1, 2, 4, 2, False, "dense, tied", 1),
-    (4, 1, 1, 2, 1, 4, True, "released, one key", 1),
-    (4, 1, 1, 2, 4, 1, False, "paper", 1),
-    (4, 1, 1, 3, 4, 2, True, "query norm, step, grouped", 1),
-    (1, 1, 4, 3, 1, 4, True, "no shared head below, windows, own keys", 2),
-    (1, 2, 4, 1, 2, 1, False, "query norm, step, grouped", 1),
-    (1, 4, 1, 1, 4, 1, True, "released, one key", 2),
-    (1, 4, 2, 1, 1, 2, True, "released, step, tied", 1),
-    (2, 1, 4, 2, 4, 1, True, "paper, latent", 1),
-    (2, 4, 1, 1, 4, 2, True, "query norm, step, grouped", 1),
-    (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped", 2),
-    (4, 1, 2, 3, 1, 2, True, "paper, latent", 1),
-    (4, 2, 1, 1, 2, 2, False, "no shared head below, windows, own keys", 1),
-    (1, 4, 4, 1, 1, 2, False, "dense, tied", 1),
-    (4, 1, 4, 2, 2, 1, False, "paper, step, grouped, window", 1),
-    (4, 4, 1, 1, 2, 4, True, "query norm", 1),
+    (2, 4, 1, 1, 1, 1, True, "query norm", 1),
+    (4, 1, 1, 2, 1, 2, True, "released, one key", 1),
+    (4, 1, 1, 3, 2, 1, True, "query norm, step, grouped", 1),
+    (4, 1, 2, 2, 1, 1, False, "no shared head below, windows, own keys", 1),
 ]
 
 
@@ -167,13 +160,14 @@ def test_the_table_holds_every_legal_pair_of_values():
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
 
     def legal(layout):
-        return layout[3] == 1 or layout[1] == 1  # DeepSpeed shards gradients or weights only without a pipeline
+        # DeepSpeed shards gradients or weights only without a pipeline, and there must be ranks to share them.
+        return layout[3] == 1 or (layout[1] == 1 and layout[2] * layout[8] > 1)
 
     wanted = set().union(*map(pairs, filter(legal, itertools.product(*VALUES))))
     assert wanted <= set().union(*map(pairs, LAYOUTS))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+@pytest.mark.parametrize("layout", [*LAYOUTS, *FOURS], ids=lambda layout: "-".join(map(str, layout)))
 def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process, tmp_path):
     *degrees, micro_batch, accumulation, recompute, model, context = layout
     batch = degrees[2] * micro_batch * accumulation
@@ -181,8 +175,9 @@ def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process,
     assert_same_training(got, one_process(model, batch), model, 1, 3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model, stages", [("paper, step, grouped, window", (1, 2, 4)), ("dense, tied", (2, 4))])
+@pytest.mark.parametrize(
+    "model, stages, precision", [("paper, step, grouped, window", (1, 2, 4), "fp32"), ("dense, tied", (2, 4), "bf16")]
+)
 def test_pipeline_degrees_agree_to_the_bit(model, stages, precision, data_dir, tmp_path):
     # One stage accumulates the two gradients of a tied weight in another order than two stages can.
     runs = []
@@ -207,22 +202,16 @@ def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, 
 
     reference, rounding = deviations("one", (1, 1, 1, 1, 1, False, "paper"), exact)
     assert rounding < 1e-3
-    for layout in ((2, 1, 1, 1, 2, False, "paper"), (1, 1, 2, 2, 1, True, "paper"), (2, 2, 1, 1, 4, False, "paper")):
+    for layout in ((1, 1, 2, 2, 1, True, "paper"), (2, 2, 1, 1, 4, False, "paper")):
         _, deviation = deviations("-".join(map(str, layout)), layout, reference)
         assert deviation <= rounding, layout
 
 
-@pytest.mark.parametrize(
-    "degrees, model",
-    [((2, 1, 4), "--head-selection all"), ((1, 8, 1), "--routing query_norm --num-shared-heads 4 --seed 7")],
-    ids=["stage 1", "stage 2"],
-)
-def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, data_dir, tmp_path):
-    tensor, pipeline, data = degrees
-    sizes = f"--num-layers 8 --num-key-value-heads 4 --gradient-clipping 1.0 {model}".split()
-    many = (tensor, pipeline, data, 1, 1, False, "paper")
-    for name, layout in (("one", (1, 1, 1, 1, 1, False, "paper")), ("many", many)):
-        flags = [*flags_of(layout, data_dir, tmp_path / name), "--head-selection", "mixture", *sizes]
+def test_eight_stages_of_continued_training_are_one_process(data_dir, tmp_path):
+    sizes = "--num-layers 8 --num-key-value-heads 4 --gradient-clipping 1.0 --num-shared-heads 4 --batch-tokens 64"
+    for name, pipeline in (("one", 1), ("many", 8)):
+        layout = (1, pipeline, 1, 1, 1, False, "query norm")
+        flags = [*flags_of(layout, data_dir, tmp_path / name), *sizes.split()]
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
@@ -249,7 +238,7 @@ def offload_device(flags):
     return str(engine_of(parse_config(flags)[0]).engine.zero_offload_optimizer().device)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_an_offloaded_optimizer_gives_the_same_run(zero, data_dir, one_process, tmp_path):
     layout = (1, 1, 2, zero, 2, False, "paper")
     flags = [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"]

@@ -80,7 +80,6 @@ def alone(data_dir, tmp_path_factory):
         "--tensor-parallel-size 2",
         "--context-parallel-size 2 --recompute",
         "--pipeline-parallel-size 2",
-        "--zero-stage 3 --attention-backend cpu_sparse",
         "--micro-batch-size 4 --attention-backend dense --compile",
     ],
 )

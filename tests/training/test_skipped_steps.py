@@ -62,21 +62,13 @@ HARMS = {  # the greatest code is that of all ranks; squares of 1e38 are infinit
 }
 FACTORS = ((1, 2), (1, 2), (1, 2, 3), ("fp32", "bf16"), (False, True), ("adamw", "muon"))
 LAYOUTS = [  # tensor, pipeline, ZeRO stage, precision, offload, optimizer: every pair that may be combined
-    (1, 1, 1, "fp32", False, "adamw"),
-    (1, 1, 1, "bf16", True, "adamw"),
-    (1, 1, 2, "fp32", True, "adamw"),
-    (1, 1, 2, "bf16", False, "adamw"),
-    (1, 1, 3, "fp32", False, "adamw"),
-    (1, 1, 3, "bf16", True, "adamw"),
-    (1, 1, 1, "bf16", False, "muon"),
+    (1, 1, 2, "fp32", False, "adamw"),
     (1, 1, 3, "fp32", True, "muon"),
     (2, 1, 1, "fp32", True, "adamw"),
-    (2, 1, 2, "bf16", True, "adamw"),
-    (2, 1, 3, "bf16", True, "adamw"),
-    (2, 1, 2, "fp32", False, "muon"),
+    (2, 1, 2, "bf16", True, "muon"),
+    (2, 1, 3, "bf16", False, "adamw"),
+    (1, 2, 1, "bf16", False, "muon"),
     (1, 2, 1, "fp32", False, "adamw"),
-    (1, 2, 1, "bf16", False, "adamw"),
-    (1, 2, 1, "fp32", False, "muon"),
 ]
 
 

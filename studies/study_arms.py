@@ -1,0 +1,69 @@
+"""What the study compares: the arms of docs/study.md, one line each, and the sizes at which they are trained.
+
+Every arm has the key/value heads of its size, so that arms differ by their query heads, by gates and by choice. With
+four query heads to a key/value head, half of a group may hold a shared head and a chosen one. The three ``mha`` arms
+have a key/value head for every head, which heads that keep their own tokens need in order to keep fewer.
+"""
+
+from studies.atlas_forms import BIAS, COMMON, GATED, PAPER, RELEASED, SIGMOID
+from studies.table import Size, Table, Variant
+
+# Ten tokens for each parameter outside the embeddings. The rates are in proportion to 1 / width.
+SIZES = (
+    Size("s2", 8, 2e-3, 2.85, "--num-layers 3 --hidden-size 96 --head-dim 16 --num-key-value-heads 2 "
+         "--intermediate-size 256 --batch-tokens 2K --micro-batch-size 8"),
+    Size("m2", 8, 1e-3, 4.44, "--num-layers 3 --hidden-size 192 --head-dim 32 --num-key-value-heads 2 "
+         "--intermediate-size 512 --batch-tokens 4K --micro-batch-size 16"),
+    Size("l2", 16, 5e-4, 6.8, "--num-layers 4 --hidden-size 384 --head-dim 32 --num-key-value-heads 4 "
+         "--intermediate-size 1024 --batch-tokens 16K --micro-batch-size 64"),
+)  # fmt: skip
+
+GROUPS = f"{SIGMOID} --routing-unit head_in_group"
+MHA = "--num-key-value-heads {all}"
+OWN_KEYS = f"{SIGMOID} {MHA} --routed-keys selected"
+HALF, MOST, QUARTER = (f"--num-attention-heads {{{share}}}" for share in ("half", "three_quarters", "quarter"))
+VARIANTS = (  # heads always on, and chosen for each token, in eighths
+    Variant("dense", None),
+    Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model that has half of the query heads
+    Variant("sigmoid-50", 2, 2, SIGMOID),
+    Variant("groups-50", 0, 4, GROUPS),
+    Variant("dense-half", None, tier=2, tokens=0.5),
+    Variant("dense-double", None, tier=2, tokens=2),
+    Variant("gated", None, 0, GATED, tier=2),
+    Variant("fewer-50", None, 0, HALF, tier=2),
+    Variant("paper-50", 2, 2, PAPER, tier=2),
+    Variant("released-50", 2, 2, RELEASED, tier=2),
+    Variant("groups_shared-50", 2, 2, GROUPS, tier=3),
+    Variant("bias-50", 2, 2, f"{SIGMOID} {BIAS}", tier=3),
+    Variant("gated-75", None, 0, f"{GATED} {MOST}", tier=3),
+    Variant("sigmoid-75", 4, 2, SIGMOID, tier=3),
+    Variant("paper-75", 4, 2, PAPER, tier=3),
+    Variant("released-75", 4, 2, RELEASED, tier=3),
+    Variant("gated-25", None, 0, f"{GATED} {QUARTER}", tier=4),
+    Variant("sigmoid-25", 1, 1, SIGMOID, tier=4),
+    Variant("groups-25", 0, 2, GROUPS, tier=4),
+    Variant("mha", None, 0, MHA, tier=4),
+    Variant("mha_own_keys-50", 2, 2, OWN_KEYS, tier=4),
+    Variant("mha_own_places-50", 2, 2, f"{OWN_KEYS} --routed-positions head", tier=4),
+)
+QUESTIONS = (
+    ("sigmoid-50", "gated-50", "does choosing heads for each token add to gating?"),
+    ("groups-50", "gated-50", "does choosing inside of key/value groups?"),
+    ("sigmoid-75", "gated-75", "does choosing three quarters of the heads?"),
+    ("sigmoid-25", "gated-25", "does choosing a quarter?"),
+    ("gated-50", "fewer-50", "what gates add to half of the heads"),
+    ("gated-50", "gated", "half of the heads, all gated, or all of them"),
+    ("groups-50", "sigmoid-50", "as many heads of every group, or any heads"),
+    ("groups_shared-50", "groups-50", "a shared head in every group"),
+    ("paper-50", "sigmoid-50", "the paper's gates, or the default"),
+    ("released-50", "sigmoid-50", "the authors' code, or the default"),
+    ("paper-75", "sigmoid-75", "the paper's gates with three quarters"),
+    ("released-75", "sigmoid-75", "the authors' code with three quarters"),
+    ("bias-50", "sigmoid-50", "balance by a bias, or by the loss of Eq. 7"),
+    ("sigmoid-75", "sigmoid-50", "three quarters of the heads, or half"),
+    ("sigmoid-25", "sigmoid-50", "a quarter of the heads, or half"),
+    ("mha_own_keys-50", "mha", "heads that keep their own tokens, or all tokens and heads"),
+    ("mha_own_keys-50", "dense", "the same, or keys and values that four heads share"),
+    ("mha_own_places-50", "mha_own_keys-50", "positions counted inside the head's own tokens"),
+)
+TABLE = Table(VARIANTS, SIZES, [*COMMON, "--qk-norm"], 25_000_000, QUESTIONS)  # dense-double of m2 reads so many tokens

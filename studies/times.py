@@ -1,0 +1,68 @@
+"""Seconds of a training step, from short runs on this machine: of all variants by turns for ``--times ROUNDS``, and of
+the dense model for ``--hours``.
+
+A round trains a few steps of each variant, one after the other, so that a machine that is slower for a while is slower
+for all of them. OUT/times/MACHINE/SIZE/VARIANT/round-N has the files of one of these runs.
+"""
+
+import itertools
+import re
+import shutil
+from statistics import median
+
+import torch
+
+from moh_lm.kernels.measured import machine
+from studies.results import metrics
+from studies.runs import Run, as_flags, differs, jobs_of, place, shares, train_all
+
+STEPS, INTERVAL = 40, 4
+WARM = 4  # intervals at the start that do not count: caches fill, and --compile compiles
+SHORT = {  # in place of flags that are for longer runs
+    "train-iters": STEPS, "log-interval": INTERVAL, "eval-interval": 0, "warmup-iters": 1, "schedule": "wsd",
+    "decay-iters": 1,
+}  # fmt: skip
+
+
+def measure(plan, sizes, variants, rounds):
+    """Train the short runs that a ``Comparison`` has not got yet. Raises RuntimeError if one fails."""
+    turns = itertools.product(sizes, range(1, rounds + 1), variants)
+    runs = [short_run(plan, size, variant, number) for size, number, variant in turns if variant.tokens == 1]
+    for run in runs:
+        if differs(run, plan.flags.out):
+            shutil.rmtree(run.directory, ignore_errors=True)
+    coming = (run for run in runs if not seconds(run.directory))
+    codes = train_all(lambda busy, _: None if busy else next(coming, None), jobs_of(plan.flags), plan.flags.ranks)
+    for run in runs:
+        shutil.rmtree(run.directory / "checkpoints", ignore_errors=True)  # nothing resumes from them
+    for directory, code in codes.items():
+        if code:
+            raise RuntimeError(f"{directory}.log says why these steps failed")
+
+
+def short_run(plan, size, variant, number):
+    """The run of a few steps of a variant in one round."""
+    flags, device = plan.flags, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    threads = place(flags.ranks, shares(jobs_of(flags), flags.ranks)[0])
+    here = re.sub(r"\W+", "-", f"{machine(device)} {threads}")
+    name = f"times/{here}/{size.name}/{variant.name}/round-{number}"
+    own = {"data-dir": flags.data_dir, "checkpoint-dir": flags.out / name}
+    arguments = [*plan.model_arguments(size, variant), *plan.others, *as_flags(SHORT | own)]
+    return Run(name, flags.out / name, STEPS, arguments)
+
+
+def seconds(directory):
+    """Seconds per token of a short run, the median over its intervals; None if it has not ended."""
+    rows = [row for row in metrics(directory) if "tokens_per_second" in row]
+    ended = rows and rows[-1]["step"] == STEPS
+    return median(1 / row["tokens_per_second"] for row in rows[WARM:]) if ended else None
+
+
+def read_times(out, size, reference):
+    """{machine: {variant: [its seconds over those of the ``reference`` in the same round, by round]}}."""
+    found = {}
+    for path in sorted(out.glob(f"times/*/{size}/*/round-*/")):
+        own, dense = seconds(path), seconds(path.parents[1] / reference / path.name)
+        if own and dense:
+            found.setdefault(path.parents[2].name, {}).setdefault(path.parent.name, []).append(own / dense)
+    return found
