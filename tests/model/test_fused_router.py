@@ -21,11 +21,9 @@ from tests.training import runs
 pytest.importorskip("triton", reason="Triton is not installed")
 
 EQUATIONS = [
-    "shared and routed", "released", "released, no shared head", "one shared head", "all routed heads",
-    "no routed head", "one stage", "released, one stage", "previous step's shares", "micro-batch, released", "groups",
-    "groups, released", "groups, no routed head", "in groups", "in groups, scaled", "in groups, released",
-    "in groups, micro-batch", "in groups, bias", "sigmoid, groups", "gated, narrow", "narrow, in groups", "bias",
-    "bias, released", "bias, scaled", "bias, sigmoid",
+    "shared and routed", "released, one stage", "no routed head", "previous step's shares", "micro-batch, released",
+    "groups, released", "in groups, scaled", "in groups, bias", "sigmoid, groups", "narrow, in groups",
+    "bias, released",
 ]  # fmt: skip
 
 
@@ -95,7 +93,7 @@ SHAPES = {
 
 
 CASES = [(kind, torch.float64) for kind in SHAPES]
-CASES += [("48 heads", torch.float32), ("9 heads", torch.bfloat16), ("12 heads in 3 groups", torch.bfloat16)]
+CASES += [("48 heads", torch.float32), ("9 heads", torch.bfloat16)]
 
 
 @pytest.mark.parametrize("kind, dtype", CASES)
