@@ -96,7 +96,7 @@ def finished(path):
 def tables(path):
     """Lines of Markdown, a table for each part: what its columns are is said by the program that printed them."""
     for part, rows in groupby(rows_of(path), key=lambda row: row["part"]):
-        shown = [re.split(r"\s{2,}|(?<=[a-z]): ", row["line"].strip()) for row in rows if "line" in row]
+        shown = [re.split(r"\s{2,}|: ", row["line"].strip()) for row in rows if "line" in row]
         width = max(map(len, shown), default=0)
         yield from (f"\n### {part}\n", f"|{' |' * width}", f"|{'---|' * width}")
         yield from (f"| {' | '.join(cells)} |{' |' * (width - len(cells))}" for cells in shown)
