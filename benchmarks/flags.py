@@ -24,6 +24,7 @@ MODELS = {
     ),
     "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32),
 }
+MODELS["llm-s-grouped"] = MODELS["llm-s"] | {"num_key_value_heads": 6}
 KERNELS = Path(__file__).resolve().parents[1] / "moh_lm" / "kernels"  # where --save writes
 
 
@@ -71,10 +72,10 @@ def step_flags(texts):
     add("--shape", default="llm-s", choices=MODELS)
     add("--seq-length", type=at_least(1), nargs="+", default=[1024])
     add("--micro-batch-size", type=at_least(1), default=1)
-    names = ["dense", "moh-75", "moh-50", "hf"]
+    names = ["dense", "moh-75", "moh-50", "hf", "groups-50"]
     choices = [*names, *(f"{name}-compiled" for name in names)]
     choices += [f"{name}-fused" for name in choices if not name.startswith("hf")]
-    add("--contestants", nargs="+", default=names, choices=choices, metavar="NAME", help="(default: the first four)")
+    add("--contestants", nargs="+", default=names[:4], choices=choices, metavar="NAME", help="(default: the first 4)")
     backends = ("auto", "dense", "triton", "cpu_sparse")
     add("--backend", default="auto", choices=backends, help="attention backend of ours (default: auto)")
     add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")

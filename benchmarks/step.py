@@ -73,6 +73,8 @@ def check_backend(arguments, device):
         problems.append("--backend triton: the package triton is not installed; pip install triton, or choose auto")
     if backend == "cpu_sparse" and compiled:
         problems.append(f"--contestants {compiled[0]}: --backend cpu_sparse cannot be compiled; choose auto or dense")
+    if "num_key_value_heads" not in MODELS[arguments.shape] and any("groups" in name for name in arguments.contestants):
+        problems.append("--contestants groups-50: heads must share keys; choose --shape llm-s-grouped")
     raise_any(problems)
 
 
@@ -128,6 +130,9 @@ def make(name, arguments, length, device):
     if kind.startswith("moh-"):
         shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
         heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
+    elif kind.startswith("groups-"):
+        number = sizes["num_attention_heads"] // 2
+        heads = HeadsConfig(num_shared_heads=(0,), num_active_routed_heads=(number,), routing_unit="head_in_group")
     config = ModelConfig(**sizes, heads=heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "hf":
@@ -136,7 +141,8 @@ def make(name, arguments, length, device):
     else:
         share = config.active_heads(0) / config.num_attention_heads
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
-        chosen = choose_backend(arguments.backend, device, dtype, queries, share, compiled=kind != unfused)
+        asked = "groups" if config.chooses_in_groups else arguments.backend
+        chosen = choose_backend(asked, device, dtype, queries, share, compiled=kind != unfused)
         with device:  # drawn there, billions of weights take no time
             fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != name)
             model, loss_of = build_model(config, backends=chosen, **fused), our_loss

@@ -25,6 +25,7 @@ KEYS = {  # of ``meta``, that only one set has
     "wikipedia": {"title", "language"},
 }
 FINEWEB = {"dump", "file_path", "language_score", "token_count"}
+LONGEST_META = 1 << 16  # characters: as Python's syntax tree they take hundreds of times as many bytes
 STATED_SET = re.compile(rb'"redpajama_set_name"\s*:\s*"(\w+)"')
 DOLMA_PATH = re.compile(r"dolma-v1_")
 
@@ -97,8 +98,8 @@ def named(corpus: str, set_name: object) -> str | None:
 
 
 def parsed(meta) -> dict:
-    """``meta`` as a dictionary; empty if it cannot be read as one."""
-    if isinstance(meta, str):
+    """``meta`` as a dictionary; empty if it cannot be read as one, or is longer than any that tells a set."""
+    if isinstance(meta, str) and len(meta) <= LONGEST_META:
         try:
             meta = parse_json(meta)
         except ValueError:

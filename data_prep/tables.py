@@ -14,16 +14,18 @@ import pyarrow.parquet
 
 from data_prep.containers import LONGEST, READ, InputError, reading
 from data_prep.corpora import SET_COLUMNS
+from data_prep.storage import is_remote, open_file
 from data_prep.table_sizes import largest_batch, largest_page
 
 ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
 BATCH, ROWS = 1 << 24, 8  # bytes of text, as a row group says, and rows that are read from it at once
+REPEATED = 1 << 26  # bytes that these rows may have if each of them is as long as the largest page
 pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the default one holds on to pages that were freed
 
 
 def row_group_bytes(piece, text_key: str) -> list[int]:
     """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
-    with reading(piece.path), open(piece.path, "rb") as file:
+    with reading(piece.path), open_file(piece.path, READ) as file:
         metadata = pyarrow.parquet.read_metadata(file)
         require_column(piece, text_key, metadata.schema.to_arrow_schema())
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # of what is nested: a.b
@@ -37,9 +39,28 @@ def require_column(piece, text_key: str, schema: pyarrow.Schema):
     if text_key not in schema.names:
         raise InputError(f"{piece.path}: has no column {text_key!r}, only {', '.join(schema.names)}; give --text-key")
     kind = schema.field(text_key).type
-    encoded = pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind)
-    if pyarrow.types.is_nested(kind.value_type if encoded else kind):
+    if is_nested(kind):
         raise InputError(f"{piece.path}: its column {text_key!r} holds {kind}, not text; give another --text-key")
+
+
+def is_nested(kind: pyarrow.DataType) -> bool:
+    encoded = pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind)
+    return pyarrow.types.is_nested(kind.value_type if encoded else kind)
+
+
+def without_lists(scalar: pyarrow.Scalar):
+    """The value of a scalar, with None for lists, also inside of structs."""
+    kind = scalar.type
+    if pyarrow.types.is_struct(kind) and scalar.is_valid:
+        return {kind.field(i).name: without_lists(scalar[i]) for i in range(kind.num_fields)}
+    return None if is_nested(kind) else scalar.as_py()
+
+
+def single_values(schema: pyarrow.parquet.ParquetSchema, names) -> list[str]:
+    """The columns of ``names``, and those inside of them, that are in no list."""
+    leaves = map(schema.column, range(len(schema)))
+    found = [leaf.path for leaf in leaves if leaf.max_repetition_level == 0]
+    return [path for path in found if any(f"{path}.".startswith(f"{name}.") for name in names)]
 
 
 def refuse_large(piece, what: str, num_bytes: int, remedy: str):
@@ -53,33 +74,37 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
     """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
-    # ParquetFile takes no path that is not UTF-8, OSFile takes its bytes.
-    with pyarrow.OSFile(os.fsencode(piece.path)) as raw:
+    with open_file(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
-        columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
+        columns = [text_key, *single_values(file.schema, SET_COLUMNS if piece.source else ())]
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
         row = first = sum(rows[: piece.start])
         total = sum(rows[piece.start : piece.end])
         for group in range(piece.start, piece.end):
-            check_pages(piece, file.metadata.row_group(group), columns)
-            batch_size = max(1, min(ROWS, BATCH * rows[group] // max(1, sizes[group])))
+            largest = check_pages(piece, file.metadata.row_group(group), columns)
+            at_once = min(BATCH * rows[group] // max(1, sizes[group]), REPEATED // max(1, largest))
+            batch_size = max(1, min(ROWS, at_once))
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
                 yield batch, row, piece.num_bytes * (row + len(batch) - first) // total
                 row += len(batch)
 
 
-def check_pages(piece, row_group, columns: list[str]):
-    """Raise InputError if a page of ``columns`` is too large to be unpacked."""
-    with open(piece.path, "rb") as file:
+def check_pages(piece, row_group, columns: list[str]) -> int:
+    """Bytes of the largest page of ``columns``, unpacked. Raises InputError if it is too large for that."""
+    largest = 0
+    with open_file(piece.path, READ) as file:
         for column in map(row_group.column, range(row_group.num_columns)):
             if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
                 what, size = f"a page of its column {column.path_in_schema!r}", largest_page(file, column)
                 refuse_large(piece, what, size, "write_batch_size=1 in pyarrow.parquet.write_table")
+                largest = max(largest, size)
+    return largest
 
 
 def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """``parquet_batches`` for the record batches of an Arrow file; with ``text_key`` None no column is required."""
-    with pyarrow.memory_map(os.fsencode(piece.path)) as file:
+    path, remote = piece.path, is_remote(piece.path)
+    with pyarrow.PythonFile(open_file(path)) if remote else pyarrow.memory_map(os.fsencode(path)) as file:
         first = len(ARROW_FILE) if file.read(len(ARROW_FILE)) == ARROW_FILE else 0
         file.seek(piece.size - len(END_OF_STREAM))
         if not first and file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
@@ -103,14 +128,14 @@ def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, i
 
 
 def first_row(piece, text_key: str) -> dict | None:
-    """The first row of a table, in parquet without the text itself; None if there is no row."""
+    """The first row of a table, without lists and in parquet without the text itself; None if there is no row."""
     if piece.container == "arrow":
         batch = next((batch for batch, _, _ in arrow_batches(piece) if len(batch)), None)
-        return batch.slice(0, 1).to_pylist()[0] if batch else None
-    with open(piece.path, "rb") as raw:
+        return {name: without_lists(batch.column(name)[0]) for name in batch.schema.names} if batch else None
+    with open_file(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ)
         names = file.schema_arrow.names
-        others = [name for name in names if name != text_key]
+        others = single_values(file.schema, [name for name in names if name != text_key])
         for group in range(file.num_row_groups):
             check_pages(piece, file.metadata.row_group(group), others)
         batch = next(file.iter_batches(1, columns=others), None)

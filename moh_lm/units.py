@@ -124,3 +124,16 @@ def time_left(seconds):
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}d {hours:02d}h" if days else f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s"
+
+
+def rounded(value):
+    """Numbers to five significant digits, so that rows stay small."""
+    return each_float(value, lambda number: float(f"{number:.5g}"))
+
+
+def each_float(value, function):
+    if isinstance(value, dict):
+        return {key: each_float(item, function) for key, item in value.items()}
+    if isinstance(value, list):
+        return [each_float(item, function) for item in value]
+    return function(value) if isinstance(value, float) else value

@@ -43,7 +43,8 @@ def reference_layer(config, index=0):
     )  # fmt: skip
     widths = of.head_dims or (of.query_dim,) * of.num_attention_heads
     rotary = rotary if of.position[index] == "rotary" else None
-    return Layer(routing, widths, rotary, of.window[index], config.own_keys(index), of.rms_norm_eps)
+    counted = heads.routed_positions == "head"
+    return Layer(routing, widths, rotary, of.window[index], config.own_keys(index), of.rms_norm_eps, counted)
 
 
 def named(tensors):

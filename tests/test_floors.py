@@ -74,3 +74,13 @@ def test_only_the_builder_knows_the_extras():
     extras = {module for module in MODULES if room_of(module) == "extras"}
     knowing = {room_of(module) for module in MODULES if imports(module) & extras} - {"extras"}
     assert knowing == {"build"}
+
+
+def test_the_report_of_a_run_needs_no_torch():
+    """Which takes seconds to import, and 200 MB."""
+    reached, waiting = set(), {"moh_lm.monitor.report.page", "moh_lm.cli.command", "moh_lm.vision.config"}
+    while waiting:
+        reached |= waiting
+        packages = {f"{module.rpartition('.')[0]}.__init__" for module in waiting}
+        waiting = {name for module in (waiting | packages) & MODULES.keys() for name in imports(module)} - reached
+    assert "numpy" in reached and not {name for name in reached if name.split(".")[0] == "torch"}

@@ -29,7 +29,7 @@ from moh_lm.units import at_least
 
 AHEAD = 4  # batches that are read before they are encoded
 FLUSHED = 50  # batches after which the disk has all
-WORDS = {"sha256": "image names", "sampled": "image files"}  # for the facts whose names do not speak
+WORDS = {"sha256": "image names", "sampled": "image files", "sizes": "image files"}  # facts in words
 
 
 def main(texts):
@@ -67,6 +67,7 @@ def run(arguments):
         "classes": images.classes,
         "sha256": images.sha256,
         "sampled": images.sampled,
+        "sizes": images.sizes,
         "image_size": arguments.image_size,
         "dtype": arguments.dtype,
         "factor": vae.config.scaling_factor,
@@ -126,11 +127,9 @@ def opened(flag, kind, path):
 
 def load_vae(path, image_size):
     """The autoencoder in a directory. Raises ConfigError if there is none, or if it cannot halve the images."""
-    from diffusers import AutoencoderKL
+    from tools.hf.convert.autoencoder import load_autoencoder
 
-    if not (path / "config.json").is_file():
-        raise ConfigError([f"--vae {path}: has no config.json; give the directory of an AutoencoderKL of diffusers"])
-    vae = AutoencoderKL.from_pretrained(path, local_files_only=True).eval().requires_grad_(False)
+    vae = load_autoencoder(path)
     step = 2 ** (len(vae.config.block_out_channels) - 1)
     if image_size % step:
         raise ConfigError([f"--image-size {image_size}: must be a multiple of {step}, by which --vae reduces images"])
@@ -161,11 +160,12 @@ def images_done(output, facts):
                 done, has_checksums = found.pop("done", None), found.pop("content", None)
                 if done != 0 and len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
                     raise ValueError(f"{LATENTS} has another number of images")
-                found = {"sampled": facts["sampled"], **found}  # which directories of earlier versions do not have
+                known = ("sampled", "sizes")  # which directories of earlier versions do not have
+                found = {**{key: facts[key] for key in known}, **found}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError([f"--output {output}: is damaged ({error}); remove it to encode again"]) from error
             if found != facts:
-                other = ", ".join(WORDS.get(key, key) for key in facts if found.get(key) != facts[key])
+                other = ", ".join({WORDS.get(key, key): 0 for key in facts if found.get(key) != facts[key]})
                 raise ConfigError([f"--output {output}: has latents of other {other}; give another directory"])
             if has_checksums:
                 opened("--output", Latents, output)

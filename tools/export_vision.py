@@ -93,6 +93,8 @@ def run(arguments):
 def check_vae(path, is_classifier, config):
     from diffusers import AutoencoderKL
 
+    from tools.hf.convert.autoencoder import check_indices
+
     if is_classifier:
         raise ConfigError([f"--vae {path}: the model is a classifier; leave it out"])
     try:
@@ -103,6 +105,7 @@ def check_vae(path, is_classifier, config):
         raise ConfigError([f"--vae {path}: has {channels} channels, and the latents of the model {config.in_channels}"])
     if not list(path.glob("*.safetensors")):
         raise ConfigError([f"--vae {path}: has no .safetensors; write it again with safe_serialization=True"])
+    check_indices(path)
 
 
 def copy_vae(vae, directory):

@@ -112,11 +112,9 @@ def check(arguments, model):
 
 
 def load_vae(path, channels):
-    from diffusers import AutoencoderKL
+    from tools.hf.convert.autoencoder import load_autoencoder
 
-    if not (path / "config.json").is_file():
-        raise ConfigError([f"--vae {path}: has no config.json; give the directory of an AutoencoderKL of diffusers"])
-    vae = AutoencoderKL.from_pretrained(path, local_files_only=True)
+    vae = load_autoencoder(path)
     if vae.config.latent_channels != channels:
         found = f"has latents of {vae.config.latent_channels} channels"
         raise ConfigError([f"--vae {path}: {found}, and the model draws {channels}; give the one of its data"])

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import shutil
+from contextlib import suppress
 
 import torch
 
@@ -125,6 +126,7 @@ def decay_mix_problems(config):
 
 def run_problems(run):
     found = base_problems(run) + below(run, 1, "seq_length", "sample_tokens") + below(run, 0, "eval_samples")
+    found += batch_warmup_problems(run)
     if run.train_iters is None:
         if run.train_tokens is None:
             found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
@@ -209,6 +211,20 @@ def backend_problems(config):
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
     return found
+
+
+def batch_warmup_problems(run):
+    """What is wrong with --batch-warmup."""
+    batch = tokens = 0
+    with suppress(ValueError):
+        batch, tokens = run.first_batches
+    sound = 0 < batch < run.batch_tokens and tokens > 0 and batch % max(1, run.seq_length) == 0
+    if sound or not run.batch_warmup:
+        return []
+    return [
+        f"--batch-warmup {run.batch_warmup}: write BATCH:TOKENS, such as 512K:10B, with a BATCH below --batch-tokens "
+        f"{run.batch_tokens} that is a multiple of --seq-length {run.seq_length}"
+    ]
 
 
 def warmup_problems(config):

@@ -53,6 +53,12 @@ class HeadsConfig:
         "whether a routed head attends to all tokens or only to those that selected it",
         choices=("all", "selected"),
     )
+    routed_positions: str = text_option(
+        "text",
+        "position of a token in a routed head, for --routed-keys selected: its place in the text, or among the tokens "
+        "that selected the head",
+        choices=("text", "head"),
+    )
     routing_dtype: str = text_option(
         "fp32",
         "precision in which scores are ranked; bf16 reproduces MoH-LLaMA3, where torch.topk breaks ties",
@@ -180,6 +186,10 @@ class RoutedLayer(NamedTuple):
     def uniform_load(self):
         """The share of tokens that select a routed expert if all are selected equally; 0 without routed experts."""
         return self.num_active / self.num_routed if self.num_routed else 0.0
+
+    def fair_load(self, load):
+        """The load that each routed expert would have if all loads were equal. load: [E], that of each."""
+        return sum(load) / len(load) if self.varies and len(load) else self.uniform_load
 
     @property
     def unit(self):

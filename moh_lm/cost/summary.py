@@ -7,13 +7,13 @@ import torch
 
 from moh_lm.build import layer_backends
 from moh_lm.config import BUDGETS, walk
-from moh_lm.cost.attention import describe_kv
+from moh_lm.cost import description
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import against_dense, assumptions, step_seconds
 from moh_lm.kernels.measured import machine, measurement
-from moh_lm.units import by_layer, gibibytes, listing, short, time_left, words, wrapped
+from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
 
@@ -49,67 +49,23 @@ def describe_configuration(config):
 
 
 def describe_model(model):
-    counts, keys = parameter_counts(model), describe_kv(model)
+    counts, keys = parameter_counts(model), description.describe_kv(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
-        f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {keys}, "
+        f"{words(model.num_attention_heads)} heads x {description.describe_width(model)}, {keys}, "
         f"vocabulary {model.vocab_size}"
     )
     yield (
         f"parameters {short(counts['total'])} ({counts['total']:,}): embedding and output head "
         f"{short(counts['embedding'])}, routers {short(counts['router'])}"
     )
-    yield f"heads      {describe_heads(model)}"
+    yield f"heads      {description.describe_heads(model)}"
     if any(model.window):
-        yield f"window     {describe_window(model)}"
-    if positions := describe_positions(model):
+        yield f"window     {description.describe_window(model)}"
+    if positions := description.describe_positions(model):
         yield f"positions  {positions}"
-    if norms := describe_norms(model):
+    if norms := description.describe_norms(model):
         yield f"norms      {norms}"
-
-
-def describe_norms(model):
-    """Describe the norms that differ from a Llama's; "" if none do."""
-    parts = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
-    return " and ".join(parts) + ", not before, attention and MLP" * model.post_norm
-
-
-def describe_window(model):
-    """Count the layers by window, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
-    counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
-    return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
-
-
-def describe_width(model):
-    widths = model.head_dims or (model.head_dim,)
-    return str(model.head_dim) if len({*widths}) == 1 else f"{min(widths)} to {max(widths)}"
-
-
-def describe_positions(model):
-    """Count the layers by kind of position, such as: rotary in 3 of 4 layers; "" if all features rotate in all."""
-    rotary = f"rotary, {model.rotary_fraction:g} of the features" if model.rotary_fraction < 1 else "rotary"
-    more = {"rotary": rotary, "cope": f"CoPE up to {model.cope_max_position}", "learned": "a learned table"}
-    counts = Counter(more.get(kind, kind) for kind in model.position)
-    parts = [f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items()]
-    return "" if [*counts] == ["rotary"] else ", ".join(parts)
-
-
-def describe_heads(model):
-    heads = model.heads
-    if heads.head_selection == "all":
-        return "all heads for every token"
-    share = f"{model.active_share():.1%} of the heads"
-    numbers = [model.of_layer(layer).num_attention_heads for layer in range(model.num_layers)]
-    if heads.head_selection == "static":
-        on = [f"the first {model.active_heads(layer)} of {number}" for layer, number in enumerate(numbers)]
-        return f"{by_layer(on, '; ')}; static, {share}"
-    if not model.routed_layers():
-        number = words(model.num_attention_heads)
-        return f"all {number} for every token, each with a gate; routing {', '.join(gate_facts(model))}"
-    most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
-    triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
-    on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
-    return f"{by_layer(on, '; ')}; {most}{share} for a token; routing {', '.join(routing_facts(model))}"
 
 
 def describe_warmup(config):
@@ -130,31 +86,6 @@ def describe_switch(model):
         share = f"at most {share}"
     own = ", and a routed head sees its own tokens only" if model.heads.routed_keys == "selected" else ""
     return f"a token uses {share}, with gates that start near 1{own}"
-
-
-def gate_facts(model):
-    """Return short facts about the gates."""
-    yield model.heads.routing
-    if model.heads.gate_width:
-        yield f"of the first {model.heads.gate_width} of {model.hidden_size} channels"
-
-
-def routing_facts(model):
-    """Return short facts about the routers."""
-    heads = model.heads
-    yield from gate_facts(model)
-    if heads.routing_unit == "key_value_group":
-        yield f"whole key/value groups of {model.heads_per_expert}"
-    if model.chooses_in_groups:
-        yield f"inside key/value groups of {model.queries_per_key}"
-    if heads.routed_keys == "selected":
-        yield "own keys and values"
-    if heads.routing_dtype != "fp32":
-        yield f"ranked in {heads.routing_dtype}"
-    if heads.routing_top_p is not None:
-        yield f"top-p {heads.routing_top_p:g}"
-    if heads.load_balance_bias_rate:
-        yield f"bias of rate {heads.load_balance_bias_rate:g}"
 
 
 def describe_attention(config, named=None):
@@ -194,9 +125,12 @@ def describe_batches(config):
     run, optimizer = config.run, config.optimizer
     yield f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens"
     yield (
-        f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens; "
+        f"budget     {run.train_iters:,} iterations = {config.tokens_after(run.train_iters):,} tokens; "
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
+    if run.batch_warmup:
+        sizes = {size: first for first, _, size in run.stages}  # of two that begin together, the larger one
+        yield "batches    " + ", ".join(f"{size} from step {first:,}" for size, first in sizes.items())
     if config.data.seq_length_warmup:
         yield describe_lengths(config)
 
@@ -205,7 +139,7 @@ def describe_lengths(config):
     """Return the lengths of --seq-length-warmup and the steps at which they start."""
     steps = {}
     for step in range(config.data.length_warmup[1] + 1):
-        steps.setdefault(config.length_at(step * config.run.global_batch_size), step)
+        steps.setdefault(config.length_at(config.run.samples_after(step)), step)
     return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for length, step in steps.items())
 
 
@@ -227,7 +161,7 @@ def describe_data(config, dataset):
     if dataset is None:
         yield f"data       {config.data.data_dir}, which does not exist yet"
         return
-    rows = dataset.plan(config.run.train_iters * config.run.global_batch_size)
+    rows = dataset.plan(config.run.samples_after(config.run.train_iters))
     yield f"data       {config.data.data_dir}"
     width = max(len("source"), *(len(row["name"]) for row in rows))
     yield f"  {'source':<{width}}  {'share':>7}  {'tokens':>9}  {'samples':>11}  {'epochs':>8}  {'held-out':>8}"
@@ -269,7 +203,7 @@ def describe_flops(config):
     flops, run = flops_per_token(config.model, config.run.seq_length), config.run
     most = "" if config.model.heads.routing_top_p is None else "at most "
     dense, active = (f"{flops[kind]:.3e}" for kind in ("dense", "active"))
-    tokens = (run.train_iters or 0) * run.tokens_per_iteration
+    tokens = config.tokens_after(run.train_iters or 0)
     whole = f"; {flops['dense'] * tokens:.3g} for the whole run" if tokens else ""
     return f"{dense} per token with all heads, {most}{active} with the active ones{whole}"
 
@@ -280,7 +214,8 @@ def describe_time(config, world_size, device=None):
     if not peak:
         return "unknown; give --peak-tflops or --device-name for an estimate, or compare layouts with tools/plan.py"
     there = Machine(world_size, peak / 1e12)
-    seconds = config.run.train_iters * sum(step_seconds(config, there).values())
+    whole = config.run.samples_after(config.run.train_iters) / config.run.global_batch_size
+    seconds = whole * sum(step_seconds(config, there).values())
     devices = f"on {world_size} device{'s' * (world_size > 1)}"
     return f"{describe_cost(config.run, seconds, world_size)} {devices}; {assumptions(there)}"
 

@@ -24,7 +24,8 @@ class FusedRouter(HeadRouter):
         layer, one = self.layer, self.layer.of_group()
         numbers = (layer.groups, one.num_shared, one.num_routed, layer.heads_per_expert, int(self.form.two_stage))
         self.routed = config.heads.routing, numbers, one.num_active, self.bias_rate
-        self.balanced = self.balance_scale, self.form.balance_factor, self.scope == "micro_batch"
+        scale = self.balance_coefficient / self.loss_terms
+        self.balanced = scale, self.form.balance_factor, self.scope == "micro_batch"
 
     def forward(self, x, inputs, replay=None):
         """See ``HeadRouter``."""
@@ -38,7 +39,7 @@ class FusedRouter(HeadRouter):
             *(replay or (None, None)),
             self.previous_share(inputs, x),
             (*self.routed, says_selected),
-            self.balanced,
+            (inputs.micro_batches, *self.balanced),
             self.slices,
         )
         if not self.layer.num_routed:

@@ -12,7 +12,7 @@ of every prefix within less than one of its share.
 import math
 import statistics
 
-from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
+from moh_lm.monitor.head_load import ALWAYS, high_load
 from moh_lm.monitor.ranks import slowest_rank
 from moh_lm.units import listing
 
@@ -76,7 +76,7 @@ class Alarms:
     def collapsed(self, figures):
         low, high = self.settings.alarm_head_low, self.settings.alarm_head_high
         for layer, loads in zip(self.layers, figures["load"], strict=True):
-            fair = fair_load(layer, loads)
+            fair = layer.fair_load(loads)
             if fair > ALWAYS:
                 continue  # every head is selected by every token, or nearly so
             for number, load in zip(layer.routed_numbers, loads, strict=True):

@@ -12,11 +12,6 @@ from moh_lm.model.balance import A1, BALANCE, COUNTS, GATES, SQUARES, row_width
 ALWAYS = 0.95  # a load that no token's choice explains any more, where all but few heads are active
 
 
-def fair_load(layer, load):
-    """The load that each head would have if all loads were equal. load: [E], the load of each head."""
-    return sum(load) / len(load) if layer.varies and len(load) else layer.uniform_load
-
-
 def high_load(fair, high):
     """The load above which a head is overused: ``high`` times the ``fair`` load, at most ``ALWAYS``; 0: no limit."""
     return min(high * fair, ALWAYS) if high else math.inf
@@ -70,7 +65,7 @@ def load_evenness(layer, counts, load, high, parallel):
     keys = "entropy", "unused", "overused", *(f"{kind}_parallel_imbalance" for kind in ranks)
     if not layer.num_routed:
         return dict.fromkeys(keys)
-    overused = load > high_load(fair_load(layer, load), high)
+    overused = load > high_load(layer.fair_load(load), high)
     found = [entropy(counts), float((counts == 0).mean()), float(overused.mean())]
     for number in ranks.values():  # routed heads lie on the ranks in order
         of_ranks = counts.repeat(layer.heads_per_expert).reshape(number, -1).sum(1)

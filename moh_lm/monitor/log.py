@@ -12,9 +12,9 @@ from moh_lm.data.files import write_json
 from moh_lm.monitor.console import show_progress, styled
 from moh_lm.monitor.events import Rows
 from moh_lm.monitor.head_map import head_map
-from moh_lm.monitor.record import bits_per_byte, finite, keep_rows, rounded
+from moh_lm.monitor.record import bits_per_byte, finite, keep_rows
 from moh_lm.monitor.writers import Writers
-from moh_lm.units import time_left, wrapped
+from moh_lm.units import rounded, time_left, wrapped
 
 SHOWN_HEADS = (
     "entropy", "unused", "overused", "a1", "balance_loss", "gate_mean", "gate_rms", "active_heads",
@@ -30,7 +30,7 @@ class RunLog:
 
     def __init__(self, directory, first_step, config):
         self.first_step = first_step
-        self.train_iters = config.run.train_iters
+        self.run, self.train_iters = config.run, config.run.train_iters
         self.model, self.head_curves = config.model, config.run.head_curves
         self.started = time.perf_counter()
         self.step_width = 2 * len(str(self.train_iters)) + 1
@@ -75,7 +75,8 @@ class RunLog:
     def lines(self, record):
         """The console's line of an interval; the first and every 20th line come below the names of the columns."""
         step, mfu = record["step"], record["runtime"]["mfu"]
-        seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
+        first, done, last = map(self.run.samples_after, (self.first_step, step, self.train_iters))
+        left = (time.perf_counter() - self.started) / (done - first) * (last - done)
         cells = (
             ("step", f"{step}/{self.train_iters}", self.step_width),
             ("loss", f"{record['loss']:.4f}", 9),
@@ -85,7 +86,7 @@ class RunLog:
             ("skip", record["skipped_steps"], 5),
             ("tokens/s", f"{record['tokens_per_second']:,.0f}", 11),
             ("MFU", f"{mfu['dense']:.0%}" if mfu else "-", 6),
-            ("left", time_left((self.train_iters - step) * seconds_per_step), 9),
+            ("left", time_left(left), 9),
         )
         names, figures = ("".join(f"{cell[place]:>{cell[2]}}" for cell in cells) for place in (0, 1))
         self.printed += 1

@@ -10,6 +10,7 @@ from moh_lm.data.files import publish
 from moh_lm.monitor.accumulator import ratio
 from moh_lm.monitor.events import complete_rows
 from moh_lm.monitor.ranks import slowest_rank
+from moh_lm.units import each_float, rounded
 
 
 def training_record(config, dataset, accumulator, step, rate, grad_norm, figures, ranks, device, flops):
@@ -21,15 +22,15 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
     run, losses, speed = config.run, accumulator.source_losses(), accumulator.tokens_per_second()
     data, memory = [figures.data for figures in ranks], [figures.memory for figures in ranks]
     balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
-    model = config.model.after(accumulator.began(step, config.tokens_per_iteration))
+    model = config.model.after(accumulator.began(step, config))
     return {
         "step": step,
         "loss": accumulator.loss(),
         "load_balance_loss": ratio(sum(balance), len(balance)) if model.routed_layers() else 0.0,
         "learning_rate": rate,
         "grad_norm": grad_norm,
-        "tokens": dataset.tokens_read(step * run.global_batch_size),
-        "consumed_samples": step * run.global_batch_size,
+        "tokens": dataset.tokens_read(run.samples_after(step)),
+        "consumed_samples": run.samples_after(step),
         "source_loss": losses,
         "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
         "tokens_per_second": round(speed, 1),
@@ -62,22 +63,9 @@ def bits_per_byte(losses, bytes_per_token):
     return {name: loss / math.log(2) / known[name] for name, loss in losses.items() if name in known}
 
 
-def rounded(value):
-    """Numbers to five significant digits, so that rows stay small."""
-    return each_float(value, lambda number: float(f"{number:.5g}"))
-
-
 def finite(value):
     """``value`` with null in place of numbers that JSON cannot represent."""
     return each_float(value, lambda number: number if math.isfinite(number) else None)
-
-
-def each_float(value, function):
-    if isinstance(value, dict):
-        return {key: each_float(item, function) for key, item in value.items()}
-    if isinstance(value, list):
-        return [each_float(item, function) for item in value]
-    return function(value) if isinstance(value, float) else value
 
 
 def keep_rows(path, last_step):

@@ -23,6 +23,7 @@ class Task:
                        ``TrainingData``, None in a dry run without data; raises ConfigError with ``problems`` and more
     describe           (config, data, world_size, device) -> lines that say what the run is; device: ``Device`` of
                        --device-name, or None
+    parameters         config -> number of parameters of the whole model
     make_engine        (config, groups, device, number of sources) -> ``Engine``
     make_loader        (config, data, groups, device) -> what reads the micro-batches of a rank
     make_evaluation    (config, engine, loader, log, progress) -> a function of the step, which all ranks call together;
@@ -38,6 +39,7 @@ class Task:
     problems: Callable
     open_data: Callable
     describe: Callable
+    parameters: Callable
     make_engine: Callable
     make_loader: Callable
     make_evaluation: Callable

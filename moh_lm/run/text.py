@@ -8,6 +8,7 @@ import torch.distributed as dist
 from moh_lm.checks import config_problems, plan_warnings
 from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import parameter_counts
 from moh_lm.cost.summary import describe_run, memory_warnings
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
@@ -51,6 +52,7 @@ def make_loader(config, dataset, groups, device):
         data_parallel_size=config.data_parallel_size(dist.get_world_size()),
         reset_at_documents=config.data.reset_at_documents,
         length_at=config.length_at,
+        batch_at=config.run.batch_at,
         pin_memory=device.type == "cuda",
     )
 
@@ -106,7 +108,7 @@ def budget_problems(config, saved, before):
     if read == consumed * run.seq_length:
         return []
     same_budget = before["seq_length"] != run.seq_length and before["train_tokens"] == run.train_tokens
-    if run.train_tokens % run.tokens_per_iteration == 0 and not same_budget:
+    if run.train_tokens == config.tokens_after(run.train_iters) and not same_budget:
         return []  # it was given as --train-iters
     needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
     return [
@@ -120,6 +122,7 @@ TEXT = Task(
     problems=config_problems,
     open_data=open_data,
     describe=describe_run,
+    parameters=lambda config: parameter_counts(config.model)["total"],
     make_engine=make_engine,
     make_loader=make_loader,
     make_evaluation=Evaluation,

@@ -42,7 +42,6 @@ class TextEngine(Engine):
         return Settings(
             group=self.groups.tensor,
             context=self.groups.context,
-            micro_batches=self.micro_batches,
             recompute=run.recompute,
             backends=layer_backends(self.config, self.device),
             seed=run.seed,

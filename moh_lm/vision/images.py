@@ -91,7 +91,8 @@ class Images:
     """The images of a directory or tar of class folders, which may lie in one common folder there.
 
     classes: names of the folders, sorted. labels: int64 [N], of images in the order of their names. sha256: of names
-    and labels. sampled: see ``sample_hash``. notes: remarks for the user. Raises ConfigError.
+    and labels; sizes, times: hashes of the bytes of each file and of its modification, which a copy may change.
+    sampled: see ``sample_hash``. notes: remarks for the user. Raises ConfigError.
     """
 
     content = "image files"
@@ -105,12 +106,11 @@ class Images:
         self.notes = [
             f"{path}: {len(links)} links are left out, such as {link}; pack with tar -h" for link in links[:1]
         ]
-        files = sorted(entry for entry in files if is_image(entry[0]))
-        if not any("/" in entry[0] for entry in files):
+        self.names = sorted(filter(is_image, files))  # not those in hidden folders
+        if not any("/" in name for name in self.names):
             raise ConfigError([f"{path}: holds no image in a folder; give a directory or tar of class folders"])
-        self.names, starts, sizes = zip(*files, strict=True)
-        self.spans = np.stack([starts, sizes], axis=1)
-        folders = {os.path.dirname(name) for name in self.names}
+        self.spans = np.array([files[name] for name in self.names], dtype="<i8")
+        folders = {name.rpartition("/")[0] for name in self.names}
         top = os.path.commonpath(folders) if len(folders) > 1 else os.path.dirname(*folders)
         names = [name[len(top) + 1 if top else 0 :] for name in self.names]
         if strays := [name for name in names if "/" not in name]:
@@ -120,18 +120,18 @@ class Images:
         number = {name: index for index, name in enumerate(self.classes)}
         self.labels = np.array([number[name] for name in found])
         self.sha256 = names_hash(names, self.labels)
+        self.sizes, self.times = (hashlib.sha256(column.tobytes()).hexdigest() for column in self.spans.T[1:])
         try:
             self.sampled = sample_hash(len(names), lambda index: self.place(index).data())
         except OSError as error:
-            reason = f"cannot be read ({error.strerror.lower()}); make it readable, or move it away"
-            raise ConfigError([f"{error.filename}: {reason}"]) from error
+            raise unreadable(error) from error
 
     def identity(self):
         """What tells these images from others, JSON-able."""
-        return {"sha256": self.sha256, "sampled": self.sampled}
+        return {"sha256": self.sha256, "sampled": self.sampled, "sizes": self.sizes, "times": self.times}
 
     def place(self, index):
-        name, (start, size) = self.names[index], self.spans[index].tolist()
+        name, (start, size, _) = self.names[index], self.spans[index].tolist()
         return ImagePlace(*(self.path, name) if self.in_tar else (os.path.join(self.path, name), ""), start, size)
 
     def problems(self, model):
@@ -140,12 +140,18 @@ class Images:
         return [] if model.in_channels in MODES else [channels]
 
 
+def unreadable(error):
+    """The ConfigError for an OSError of a file."""
+    reason = f"cannot be read ({error.strerror.lower()}); make it readable, or move it away"
+    return ConfigError([f"{error.filename}: {reason}"])
+
+
 def folder_files(path):
-    """(name, 0, -1) of all files below a directory. Raises ConfigError.
+    """{name: (0, bytes, second of its modification)} of all images below a directory. Raises ConfigError.
 
     A link is not followed if it leads back up, or to a folder in which the walk is already.
     """
-    walked = {path: set()}  # the folders above each that is to come
+    found, walked = {}, {path: set()}  # the folders above each that is to come
     for folder, folders, names in os.walk(path, onerror=refuse_folder, followlinks=True):
         here, real = os.path.realpath(folder), {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
         above = walked.pop(folder) | {here}
@@ -153,11 +159,18 @@ def folder_files(path):
         folders[:] = [name for name in folders if name not in up and real[name] not in above]
         walked |= {os.path.join(folder, name): above for name in folders}
         inside = folder[len(path) :].strip("/")
-        yield from ((os.path.join(inside, name), 0, -1) for name in names)
+        try:
+            for name in filter(is_image, names):
+                status = os.stat(f"{folder}/{name}")
+                found[f"{inside}/{name}" if inside else name] = 0, status.st_size, int(status.st_mtime)
+        except OSError as error:
+            raise unreadable(error) from error
+    return found
 
 
 def tar_files(path):
-    """(name, first byte, bytes) of all files in a tar, and the names of links that name no file before them.
+    """{name: (first byte, bytes, second of its modification)} of all files in a tar, and the names of links that name
+    no file before them.
 
     Of a name that is there twice, the last counts as when unpacked.
     """
@@ -169,7 +182,7 @@ def tar_files(path):
                 if file.issparse():
                     raise tarfile.ReadError(f"{name} is stored with holes; pack without --sparse")
                 if file.isfile():
-                    spans[name] = file.offset_data, file.size
+                    spans[name] = file.offset_data, file.size, int(file.mtime)
                 elif file.islnk() and (other := unpacked(file.linkname)) in spans:  # of a file before it
                     spans[name] = spans[other]
                 elif file.issym() or file.islnk():
@@ -186,7 +199,7 @@ def tar_files(path):
         raise ConfigError([f"{path}: {text}"]) from error
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror.lower()}); make it readable"]) from error
-    return [(name, *span) for name, span in spans.items()], links
+    return spans, links
 
 
 def unpacked(name):

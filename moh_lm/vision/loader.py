@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, read_json
 from moh_lm.data.training_data import TrainingData
+from moh_lm.supervise.processes import log_rank0
 from moh_lm.units import listing
 from moh_lm.vision.images import Images, Request, ViTSamples, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents
@@ -89,9 +90,9 @@ def facts_of(source):
 
 def difference(given, source, before):
     """Return a sentence if ``source``, the value of the flag ``given``, differs from what a checkpoint recorded. Only
-    recorded facts are compared: older checkpoints record no content."""
+    recorded facts are compared: older checkpoints record no content. Copies may have other times."""
     now = {**facts_of(source), "names": source.classes}
-    if all(before[key] == now[key] for key in before.keys() & now.keys()):
+    if all(before[key] == now[key] for key in before.keys() & now.keys() - {"times"}):
         return []
     was, is_now = (f"{facts['images']} images of {facts['classes']} classes" for facts in (before, now))
     if was != is_now:
@@ -128,6 +129,14 @@ class ImageSet(TrainingData):
         if self.held_out and "held_out" in before:
             found += difference("--validation-dir", self.held_out, before["held_out"])
         return found
+
+    def continue_from(self, saved, consumed):
+        before = saved["segments"][-1]
+        for source, facts in ((self.training, before), (self.held_out, before.get("held_out", {}))):
+            if "times" in facts and source and facts["times"] != source.identity().get("times"):
+                alike = "their sizes, and the content of a sample, are as before"
+                log_rank0(f"note: {source.path}: images were modified or copied since the checkpoint; {alike}")
+        return self
 
     def tokens_read(self, samples):
         return samples * self.config.seq_length

@@ -40,14 +40,11 @@ def open_data(config, problems, dry_run):
 
 def describe(config, images, world_size, device=None):
     """Return the lines that describe the run."""
-    model, run = config.model, config.run
-    with torch.device("meta"):
-        network = MODELS[config.kind][0](model)
-    parameters = sum(parameter.numel() for parameter in network.parameters())
+    model, run, size = config.model, config.run, parameters(config)
     budget = f"{run.epochs:g} epochs" if run.train_iters is None else f"{run.train_iters:,} iterations"
     lines = [
-        f"model      {type(network).__name__}, {model.num_layers} layers, width {model.hidden_size}",
-        f"parameters {short(parameters)} ({parameters:,})",
+        f"model      {MODELS[config.kind][0].__name__}, {model.num_layers} layers, width {model.hidden_size}",
+        f"parameters {short(size)} ({size:,})",
         f"heads      {describe_heads(model)}",
         f"batch      {run.batch_size} images, {config.seq_length} tokens each",
         f"budget     {budget}",
@@ -55,6 +52,12 @@ def describe(config, images, world_size, device=None):
         describe_layout(config, world_size),
     ]
     return list(map(wrapped, lines))
+
+
+def parameters(config):
+    with torch.device("meta"):
+        network = MODELS[config.kind][0](config.model)
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def describe_images(config, images):
@@ -107,7 +110,9 @@ def forward_flops(network, model, side):
     return counter.get_total_flops()
 
 
-COMMON = dict(open_data=open_data, describe=describe, make_engine=ImageEngine, make_loader=make_loader)
+COMMON = dict(
+    open_data=open_data, describe=describe, parameters=parameters, make_engine=ImageEngine, make_loader=make_loader
+)
 VIT = Task(
     config_type=ViTTraining,
     problems=classifier_problems,

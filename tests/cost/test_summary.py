@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from moh_lm import pretrain
+from moh_lm.cost.description import describe_heads
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate
-from moh_lm.cost.summary import describe_attention, describe_configuration, describe_heads, memory_warnings
+from moh_lm.cost.summary import describe_attention, describe_configuration, memory_warnings
 from moh_lm.cost.time import against_dense
 from moh_lm.flags import changes, parse_config
 from moh_lm.kernels import choose

@@ -15,12 +15,18 @@ from tests.tokenizing import ROOT, json_lines, write, zstd
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak is read from /proc")
 PEAK = """
 import re, sys
+from dataclasses import replace
 from data_prep.documents import documents, inspect_file
+from data_prep.tables import first_row
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
 before = peak()
+piece = inspect_file(*sys.argv[1:])
+for source in ("", "redpajama-github") if piece.form == "column" else ():
+    first_row(piece, "text")
+    all(documents(replace(piece, source=source), "text"))
 print(sum(document.num_bytes for document in documents(inspect_file(*sys.argv[1:]), "text")), peak() - before)
 """
 
@@ -76,3 +82,20 @@ def test_a_value_repeated_in_a_page_is_read_a_few_times_at_once(form, tmp_path):
     size, memory = text_and_memory(tmp_path / "x.parquet")
     assert size == 250 * 2**20
     assert memory < 130_000_000
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_an_endless_list_beside_the_text_is_not_read(name, tmp_path):
+    nothing = pyarrow.nulls(1 << 26, pyarrow.int8() if name == "x.parquet" else pyarrow.null())
+    meta = pyarrow.ListArray.from_arrays(pyarrow.array([0, len(nothing)], pyarrow.int32()), nothing)
+    meta = pyarrow.StructArray.from_arrays([pyarrow.array(["h"]), meta], ["content_hash", "language"])
+    table, path = pyarrow.table({"text": ["hello"], "meta": meta}), tmp_path / name
+    if name == "x.parquet":
+        pyarrow.parquet.write_table(table, path, write_batch_size=len(nothing), data_page_size=1 << 30)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    assert path.stat().st_size < 10_000
+    size, memory = text_and_memory(path)
+    assert size == 5
+    assert memory < 80_000_000

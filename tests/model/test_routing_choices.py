@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig, ParallelConfig
+from moh_lm.cost.description import describe_heads
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
-from moh_lm.cost.summary import describe_heads
 from moh_lm.data.files import read_json
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter

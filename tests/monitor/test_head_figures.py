@@ -11,8 +11,8 @@ from moh_lm.config import HeadsConfig, ModelConfig, ParallelConfig
 from moh_lm.model.router import Gates
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.monitor.head_map import head_map
-from moh_lm.monitor.record import rounded
 from moh_lm.training.engine import Engine
+from moh_lm.units import rounded
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, SHORT, cells, events_of, read_rows
 from tests.training.runs import arguments, run

@@ -28,9 +28,9 @@ from moh_lm.monitor.console import show_progress, styled
 from moh_lm.monitor.events import EventLog, Rows, complete_rows
 from moh_lm.monitor.head_map import colours
 from moh_lm.monitor.log import RunLog
-from moh_lm.monitor.record import rounded
 from moh_lm.monitor.writers import Writers
 from moh_lm.run.loop import Run
+from moh_lm.units import rounded
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, ROUNDING, SHORT, cells, events_of, read_rows
 from tests.training.runs import arguments, rows, run

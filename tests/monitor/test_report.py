@@ -175,11 +175,11 @@ def test_runs_are_compared_by_what_differs(runs, tmp_path):
 
 def test_the_page_says_what_ran_where(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "tiny" / "run")
-    started = {"step": 0, "event": "started", "device": "H200", "ranks": 2}
+    started = {"step": 0, "event": "started", "device": "H200", "ranks": 2, "parameters": 4_600_000}
     started |= {"versions": {"torch": "2.9"}, "commit": "ab1"}
-    odd = {**started, "versions": 3}  # which is left out
+    odd = [{**started, "versions": 3}, {**started, "parameters": "4M"}]  # which are left out
     with open(tmp_path / "tiny" / "run" / "events.jsonl", "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in (started, odd))
+        file.writelines(json.dumps(row) + "\n" for row in (started, *odd))
     record = RunRecord(tmp_path / "tiny" / "run")
     assert tables.title(record) == "tiny: MoH with 4.6M parameters, 100,000 steps"
     told = dict(tables.summary(record))

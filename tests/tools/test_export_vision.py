@@ -23,7 +23,9 @@ from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.transnext import TransNeXt
 from tests.tools.exported_code.moh_router import image_router
+from tests.vision.cases import save_autoencoder
 from tools import export_vision as command
+from tools import sample_images
 from tools.hf.convert.import_step import write_step
 from tools.hf.convert.import_weights import Part
 
@@ -171,6 +173,19 @@ def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path)
     found = pipeline([3, 1, 0], scale, 12, torch.Generator().manual_seed(4), output_type="np").images
     assert expected.std() > 0.05
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_an_index_of_files_outside_of_the_autoencoder_is_refused(tmp_path, capsys):
+    make_run(tmp_path / "run", LATENT)
+    save_autoencoder(tmp_path / "vae")
+    index = tmp_path / "vae" / "diffusion_pytorch_model.safetensors.index.json"
+    more = ["--vae", str(tmp_path / "vae"), "--output", str(tmp_path / "new.png")]
+    for elsewhere in ("../run/config.json", "/etc/passwd", "a/b.safetensors", ""):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {"encoder.conv_in.weight": elsewhere}}))
+        for program, steps in ((command, []), (sample_images, ["--steps", "2"])):
+            assert program.main([str(tmp_path / "run"), *more, *steps]) == 2
+            assert "weight_map must give the name of a file beside it" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "vae"]
 
 
 def test_a_model_without_class_dropout_is_not_guided(tmp_path):

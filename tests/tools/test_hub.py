@@ -51,6 +51,13 @@ def test_an_absent_path_is_not_looked_for_on_the_hub(name, api, tmp_path, monkey
     assert hub.model_directory(Path("hf://exports/llm-b")) == Path("/cache/model")
 
 
+@pytest.mark.parametrize("name", ["hf://", "hf://org", "hf://org/", "hf://a/b/c", "hf://org/a b", "hf:org"])
+def test_only_owner_and_name_are_a_model_of_the_hub(name, api):
+    with pytest.raises(ConfigError, match=r"--model hf://.*: does not name a model .*; write hf://OWNER/NAME"):
+        hub.model_directory(model_path(name))
+    assert not api.calls and hub.model_directory(model_path("hf://org/name/")) == Path("/cache/model")
+
+
 def test_an_export_is_pushed_to_a_repository_that_may_be_there(api, tmp_path):
     hub.check_login("me/moh")
     assert hub.push(tmp_path, "me/moh") == "https://hub/me/moh"

@@ -357,6 +357,28 @@ def test_other_pixels_under_the_same_names_are_said(folder, tmp_path):
     assert change.startswith(f"--validation-dir {tmp_path}/other has other image files than before")
 
 
+def test_a_change_outside_of_the_sample_is_said_too(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("moh_lm.vision.images.MOST_HASHED", 1)
+    said = []
+    monkeypatch.setattr("moh_lm.vision.loader.log_rank0", said.append)
+    for name in ("copied", "edited", "other"):
+        shutil.copytree(folder, tmp_path / name)  # which keeps the times
+    os.utime(tmp_path / "copied/dog/10.png", (0, 0))
+    edited = tmp_path / "edited/fox/18.png"
+    edited.write_bytes(edited.read_bytes()[:-1] + b"x")
+    os.utime(edited, (0, 0))
+    with open(tmp_path / "other/cat/03.png", "ab") as file:
+        file.write(b"x")
+    saved = open_images(training(folder)).state()
+    (change,) = open_images(training(tmp_path / "other")).changes(saved)
+    assert change.endswith("other has other image files than before, under the same names")
+    for name in ("copied", "edited"):  # without reading all of them, these cannot be told apart
+        images = open_images(training(tmp_path / name))
+        assert images.changes(saved) == [] and images.continue_from(saved, 5) is images
+        assert said.pop().startswith(f"note: {tmp_path / name}: images were modified or copied since the checkpoint")
+    assert open_images(training(folder)).continue_from(saved, 5) and not said
+
+
 def test_a_large_data_set_is_known_by_a_sample_of_its_images():
     """Reading stops after 2,048 images or 16 MiB; the images are the same each time, and lie all over the set."""
     for size, most in ((100, 2048), (1 << 20, 16)):

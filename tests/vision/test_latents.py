@@ -113,7 +113,8 @@ def copy_of(place, name, checksums=True):
     if not checksums:
         (path / "checksums.npy").unlink()
         facts = json.loads((path / "latents.json").read_text())
-        (path / "latents.json").write_text(json.dumps({k: facts[k] for k in facts if k not in ("content", "sampled")}))
+        known = {k: facts[k] for k in facts if k not in ("content", "sampled", "sizes")}
+        (path / "latents.json").write_text(json.dumps(known))
     return path
 
 

@@ -54,7 +54,7 @@ class Pictures(torch.utils.data.Dataset):
 
 def pngs(directory):
     """Paths of the PNGs below a directory, sorted."""
-    names = sorted(name for name, *_ in folder_files(str(directory)) if name.lower().endswith(".png"))
+    names = sorted(name for name in folder_files(str(directory)) if name.lower().endswith(".png"))
     return [os.path.join(directory, name) for name in names]
 
 

@@ -13,7 +13,6 @@ from matplotlib import colormaps
 
 from moh_lm.config import Config
 from moh_lm.data.files import publish
-from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.report import pictures, tables
 from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
 
@@ -113,7 +112,7 @@ def fair_loads(run):
     """The loads that the heads of a layer have if tokens select all of them alike, each once."""
     layers = {layer.index: layer for layer in run.config.model.gated_layers()}
     means = {layer: values.mean(0).tolist() for layer, (_, values) in run.loads.items() if layer in layers}
-    return sorted({round(fair_load(layers[layer], load), 3) for layer, load in means.items()})
+    return sorted({round(layers[layer].fair_load(load), 3) for layer, load in means.items()})
 
 
 def by_source(run, training, validation):

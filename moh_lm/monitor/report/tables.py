@@ -3,11 +3,9 @@
 from itertools import groupby
 
 from moh_lm.config import Config
-from moh_lm.cost.memory import parameter_counts
-from moh_lm.cost.summary import describe_heads
-from moh_lm.monitor.record import rounded
+from moh_lm.cost.description import describe_heads
 from moh_lm.monitor.report.series import written
-from moh_lm.units import short, time_left
+from moh_lm.units import rounded, short, time_left
 
 MOST_EVENTS = 300  # rows of the table; the curves have all
 IMAGE_MODELS = {"vit": "ViT", "dit": "DiT"}
@@ -22,13 +20,15 @@ def title(run):
     model = run.config.model
     form = "MoH" if model.routed_layers() else "gated heads" if model.gated_layers() else "dense attention"
     of_text = isinstance(run.config, Config)
-    what = f"{form} with {parameters(model)} parameters" if of_text else f"{IMAGE_MODELS[run.config.kind]}, {form}"
-    return f"{run.name}: {what}, {run.config.run.train_iters:,} steps"
+    what = form if of_text else f"{IMAGE_MODELS[run.config.kind]}, {form}"
+    return f"{run.name}: {' with '.join([what, *size(run)])}, {run.config.run.train_iters:,} steps"
 
 
-def parameters(model):
-    total = parameter_counts(model)["total"]
-    return f"{total / 1e6:.3g}M" if 1e6 <= total < 1e9 else short(total)
+def size(run):
+    """["3.4M parameters"], or [] of a run that did not record its start."""
+    total = run.started.get("parameters")
+    number = f"{total / 1e6:.3g}M" if total and 1e6 <= total < 1e9 else short(total or 0)
+    return [f"{number} parameters"] if total else []
 
 
 def summary_rows(runs):
@@ -49,7 +49,7 @@ def summary(run):
     _, speeds = run.curves["tokens_per_second"]
     return [
         ("state", run.state),
-        ("model", f"{parameters(model)} parameters: {shape}" if of_text else shape),
+        ("model", ": ".join([*size(run), shape])),
         ("heads", describe_heads(model) if of_text else f"{model.active_share():.1%} of the heads for a token"),
         ("tokens", " of ".join(map(short, tokens))),
         ("held-out loss", losses_told(run)),

@@ -28,10 +28,12 @@ def model_directory(model: Path) -> Path:
 
     OWNER/NAME is on the hub if OWNER is no directory here, and hf://OWNER/NAME always is.
     """
-    name = str(model).removeprefix("hf:/")  # a path has joined two slashes
-    meant = name != str(model)
+    meant = str(model).startswith("hf:")
+    name = str(model).removeprefix("hf:").strip("/")  # a path has joined slashes
     if model.exists():
         return model
+    if meant and not NAME.fullmatch(name):
+        raise ConfigError([f"--model hf://{name}: does not name a model on the hub; write hf://OWNER/NAME"])
     given, by_hand = f"--model {name}: there is no such directory", f"hf download {name} --local-dir DIR"
     if not NAME.fullmatch(name):
         raise ConfigError([f"{given}; give a model in Hugging Face form, or its OWNER/NAME on the hub"])

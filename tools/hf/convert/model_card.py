@@ -10,12 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 from moh_lm.config import TWO_STAGE
-from moh_lm.cost import summary
-from moh_lm.cost.attention import describe_kv
+from moh_lm.cost import description
+from moh_lm.cost.summary import describe_cache
 from moh_lm.data.mixture import sample_counts
 from moh_lm.data.segments import tokens_read
 from moh_lm.monitor.events import complete_rows
-from moh_lm.monitor.head_load import fair_load
 from moh_lm.units import words
 from tools.hf.convert.keys import model_type
 
@@ -72,22 +71,22 @@ def model_facts(model, dtype, parameters, seq_length):
         "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
-        "attention": f"{words(model.num_attention_heads)} heads of {summary.describe_width(model)}, "
-        + describe_kv(model),
-        **({"positions": positions} if (positions := summary.describe_positions(model)) else {}),
+        "attention": f"{words(model.num_attention_heads)} heads of {description.describe_width(model)}, "
+        + description.describe_kv(model),
+        **({"positions": positions} if (positions := description.describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
-        **({"sliding window": summary.describe_window(model)} if any(model.window) else {}),
-        "key/value cache": summary.describe_cache(model, seq_length, dtype.itemsize),
+        **({"sliding window": description.describe_window(model)} if any(model.window) else {}),
+        "key/value cache": describe_cache(model, seq_length, dtype.itemsize),
         "head selection": heads.head_selection,
     }
-    if norms := summary.describe_norms(model):
+    if norms := description.describe_norms(model):
         facts["norms"] = norms
     if heads.head_selection != "all":
         facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
         facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
     if heads.head_selection == "mixture":
         one_stage = heads.routing in TWO_STAGE and not heads.two_stage
-        facts["routing"] = ", ".join(summary.routing_facts(model)) + ", without a1 and a2" * one_stage
+        facts["routing"] = ", ".join(description.routing_facts(model)) + ", without a1 and a2" * one_stage
         facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
     return table(facts.items())
 
@@ -177,7 +176,7 @@ def load_facts(model, state):
             layer.index,
             layer.num_shared,
             f"{most}{layer.num_active} of {layer.num_routed}",
-            *(f"{share:.1%}" for share in (fair_load(layer, shares), min(shares), max(shares))),
+            *(f"{share:.1%}" for share in (layer.fair_load(shares), min(shares), max(shares))),
         )
         for layer, shares in zip(layers, state["router_shares"], strict=False)
     ]
