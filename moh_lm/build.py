@@ -44,7 +44,8 @@ class Settings(NamedTuple):
     group: tensor-parallel group, or None. context: ``ContextGroups``, or None. recompute: whether activations are
     recomputed. backends: the attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the
     run. watched: whether every layer must go through its core attention while it trains, for hooks to see. z_loss: see
-    ``linear_cross_entropy``. fused_loss: whether Triton kernels compute the loss; see triton_cross_entropy.py.
+    ``linear_cross_entropy``. fused_loss, fused_router: whether Triton kernels compute the loss and the routers; see
+    triton_cross_entropy.py and fused_router.py.
     """
 
     group: object = None
@@ -55,6 +56,7 @@ class Settings(NamedTuple):
     watched: bool = False
     z_loss: float = 0.0
     fused_loss: bool = False
+    fused_router: bool = False
 
     def backend(self, layer_index):
         return self.backends if isinstance(self.backends, str) else self.backends[layer_index]
@@ -65,6 +67,14 @@ class Settings(NamedTuple):
         if self.fused_loss:
             from moh_lm.parallel.triton_cross_entropy import triton_differentiate as differentiate
         return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, differentiate=differentiate)
+
+    def router(self):
+        """Return the class of routers that choose heads."""
+        if self.fused_router:
+            from moh_lm.model.fused_router import FusedRouter
+
+            return FusedRouter
+        return HeadRouter
 
     def batch_context(self):
         return BatchContext(makes_masks=any(name in self.backends for name in ("dense", "groups")))
@@ -164,10 +174,10 @@ def build_router(config, layer_index, heads, core, init_std, terms, settings):
         local = heads.num_heads // group_size(settings.group)
         return StaticHeads(local, heads.num_always_on, settings.group)
     reads_queries = config.heads.routing == "query_norm"
-    if config.routed_layer(layer_index).num_routed == 0 and not reads_queries:
+    if config.routed_layer(layer_index).num_routed == 0 and not reads_queries and not settings.fused_router:
         return GatedHeads(config, layer_index, init_std, settings.group, heads)
     scale = config.heads.router_gumbel_noise
-    return HeadRouter(
+    return settings.router()(
         config,
         layer_index,
         init_std,

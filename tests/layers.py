@@ -13,9 +13,9 @@ from tests.reference import Layer, Rotary, Routing, assert_slopes, attention_lay
 LENGTH, BATCH = 8, 2
 
 
-def vivid_layer(config, backend="dense", seed=0):
-    """The first layer's attention, its weights so large that every part shows."""
-    layer, generator = make_layer(config, backends=backend), torch.Generator().manual_seed(seed)
+def vivid_layer(config, backend="dense", seed=0, **settings):
+    """The first layer's attention, its weights so large that every part shows. settings: of ``Settings``."""
+    layer, generator = make_layer(config, backends=backend, **settings), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(float(parameter.ndim == 1), 2 * parameter.shape[-1] ** -0.5, generator=generator)

@@ -10,7 +10,7 @@ import torch
 
 from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below, between
-from moh_lm.config import OptimizerConfig, RunConfig, flag
+from moh_lm.config import FUSED, OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
 
@@ -163,9 +163,24 @@ def profile_problems(run):
 
 def kernel_problems(config):
     """Kernels asked for that no program here could compile."""
-    if config.run.fused_loss and importlib.util.find_spec("triton") is None:
-        return ["--fused-loss: the package triton is not installed; install it, or leave the flag out"]
-    return []
+    asked = [name for name in ("fused_loss", "fused_router") if getattr(config.run, name)]
+    if asked and importlib.util.find_spec("triton") is None:
+        return [f"{flag(asked[0])}: the package triton is not installed; install it, or leave the flag out"]
+    return fused_router_problems(config.model.heads) if config.run.fused_router else []
+
+
+def fused_router_problems(heads):
+    """Name what the kernels of --fused-router do not compute."""
+    refused = {
+        "--head-selection": heads.head_selection != "mixture" and heads.head_selection,
+        "--routing": heads.routing not in FUSED and heads.routing,
+        "--routing-top-p": heads.routing_top_p,
+        "--routing-dtype": heads.routing_dtype == "bf16" and heads.routing_dtype,
+        "--router-z-loss": heads.router_z_loss,
+        "--router-gumbel-noise": heads.router_gumbel_noise,
+    }
+    return [f"--fused-router: its kernels do not compute {name} {value}; leave one of the two out"
+            for name, value in refused.items() if value]  # fmt: skip
 
 
 def backend_problems(config):

@@ -89,6 +89,7 @@ class RunConfig(RunBase):
     )
 
     fused_loss: bool = option(False, "compute loss and logit gradients with Triton kernels; they need a GPU")
+    fused_router: bool = option(False, "compute routers and gates with Triton kernels; they need a GPU")
 
     @property
     def global_batch_size(self):

@@ -6,12 +6,12 @@ from itertools import groupby
 import torch
 
 from moh_lm.build import layer_backends
-from moh_lm.config import walk
+from moh_lm.config import BUDGETS, walk
 from moh_lm.cost import description
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
-from moh_lm.cost.time import assumptions, step_seconds
+from moh_lm.cost.time import against_dense, assumptions, step_seconds
 from moh_lm.kernels.measured import machine, measurement
 from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
@@ -32,6 +32,7 @@ def describe_run(config, dataset, world_size, device=None):
         f"cache      {describe_cache(config.model, config.run.seq_length, 2 if config.run.precision == 'bf16' else 4)}",
         f"FLOPs      {describe_flops(config)}",
         f"time       {describe_time(config, world_size, device)}",
+        *describe_gain(config, device),
     ]
     return list(map(wrapped, lines))
 
@@ -209,10 +210,7 @@ def describe_flops(config):
 
 def describe_time(config, world_size, device=None):
     """Estimate the time and cost of the run, with the assumptions. device: by default the one in this machine."""
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = peak_flops(config.run, here)
-    if device and config.run.peak_tflops is None and config.run.precision == "bf16":
-        peak = device.tflops * 1e12
+    peak = known_peak(config.run, device)
     if not peak:
         return "unknown; give --peak-tflops or --device-name for an estimate, or compare layouts with tools/plan.py"
     there = Machine(world_size, peak / 1e12)
@@ -220,6 +218,29 @@ def describe_time(config, world_size, device=None):
     seconds = whole * sum(step_seconds(config, there).values())
     devices = f"on {world_size} device{'s' * (world_size > 1)}"
     return f"{describe_cost(config.run, seconds, world_size)} {devices}; {assumptions(there)}"
+
+
+def known_peak(run, device):
+    """Return the FLOP/s of ``device``, or of the one here; None if they are not known."""
+    if device and run.peak_tflops is None and run.precision == "bf16":
+        return device.tflops * 1e12
+    return peak_flops(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def describe_gain(config, device=None):
+    """Say what the mixture saves or costs on a GPU at this length, by which source, and what would save more."""
+    model, length, peak = config.model, config.run.seq_length, known_peak(config.run, device)
+    if not peak or not model.routed_layers():
+        return
+    whole = sum(model.of_layer(layer).num_attention_heads for layer in range(model.num_layers))
+    shared, active = (sum(numbers) / whole for numbers in (getattr(model.heads, name) for name in BUDGETS))
+    shares = ((shared, None), (shared, active), (1 / 8, 1 / 8))
+    dense, sparse, quarter = (against_dense(model, length, Machine(1, peak / 1e12), *pair) for pair in shares)
+    yield (
+        f"MoH        at {length:,} tokens a step takes about {dense:.2f} of the time of a dense one if it computes all "
+        f"heads, {sparse:.2f} if only the selected ones, and {quarter:.2f} with a quarter of the heads; estimated "
+        "from layers on one H200 (docs/results.md), without the time of the host"
+    )
 
 
 def describe_cost(run, seconds, world_size):

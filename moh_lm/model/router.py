@@ -248,12 +248,7 @@ class HeadRouter(Gates):
     def loss(self, scores, probability, selection, gates, a1, inputs):
         """Return beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
         size, terms = group_size(self.slices), self.loss_terms * inputs.micro_batches
-        previous = None
-        if self.scope == "global_batch":
-            previous = inputs.previous_share
-            if previous is None:
-                previous = selection.new_full((self.layer.num_routed,), self.layer.uniform_load)
-        together = self.scope == "micro_batch"
+        previous, together = self.previous_share(inputs, selection), self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selection, self.slices, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
@@ -264,6 +259,12 @@ class HeadRouter(Gates):
         if self.z_coefficient:
             loss = loss + self.z_coefficient / terms * (self.form.rivals(scores).logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, gates, selections, self.copies)
+
+    def previous_share(self, inputs, like):
+        """Return f of Eq. 7 where it is that of the whole previous step, [E]; else None."""
+        if self.scope == "global_batch" and inputs.previous_share is None:
+            return like.new_full((self.layer.num_routed,), self.layer.uniform_load)
+        return inputs.previous_share if self.scope == "global_batch" else None
 
     def move_bias(self, counts):
         """Move the bias by its rate: up where the load is below the mean. counts: [E], selections in a whole step."""

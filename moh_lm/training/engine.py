@@ -38,7 +38,8 @@ class StepResult(NamedTuple):
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
     of (4 + E)], the rows of every router summed over sequences. loss: mean per token. grad_norm: norm before clipping.
     code: one of guard.REASONS. skipped: whether the gradients were not applied. seconds: {"forward_backward",
-    "optimizer"}; the first includes the reduction of the gradients and their norm.
+    "optimizer"} on the host, which waits for the device between the two. The first includes the reduction of the
+    gradients, their norm, and the rest of the previous step on the device.
     """
 
     losses: torch.Tensor
@@ -169,7 +170,6 @@ class Engine:
         sources = [batch.sources for batch in micro_batches]
         routers = self.router_sums.take(sources, self.tokens, frozen=skipped or self.dense_warmup)
         self.after_step(skipped)
-        torch.get_device_module(self.device).synchronize()
         seconds = {"forward_backward": stats.time - started, "optimizer": time.perf_counter() - stats.time}
         return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
 
