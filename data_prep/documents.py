@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from typing import NamedTuple
 
 import pyarrow.parquet
@@ -29,6 +30,7 @@ SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
 EXCERPT = 200  # bytes of what was dropped
 STDIN = "/dev/stdin"  # the name of a piece that was standard input
 QUOTES = re.compile(rb'(?<!\\)\\*"')  # with the backslashes before them
+KEYS = 100  # nested objects may have the key of the text too
 HARMLESS = frozenset({"blank line", "empty text", "of another set"})
 
 
@@ -139,10 +141,11 @@ def text_of_line(line: bytes, text_key: str, source: str):
 
 
 def length_of_text(line: bytes, text_key: str) -> int:
-    """Bytes of the longest string under ``text_key`` in a line of JSON, which is not parsed; 0 without any."""
+    """Bytes of the longest string under ``text_key``, of the first ``KEYS``, in a line that is not parsed; or 0."""
     key = re.escape(json.dumps(text_key, ensure_ascii=False).encode())
     longest = 0
-    for begin in (found.end() for found in re.finditer(key + rb'\s*:\s*"', line)):
+    for found in islice(re.finditer(key + rb'\s*:\s*"', line), KEYS):
+        begin = found.end()
         ends = (quote.end() for quote in QUOTES.finditer(line, begin) if len(quote[0]) % 2)  # it is not escaped
         longest = max(longest, next(ends, begin) - begin)
     return longest
