@@ -2,6 +2,7 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, find_packages, setup
 
+CHAT = ["trl>=1", "peft", "transformers>=4.46"]  # the recipe of docs/huggingface.md
 EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
 PLOT = ["matplotlib", "jinja2"]
 VISION = ["pillow", "diffusers", "scikit-learn", "transformers>=4.46", *PLOT]
@@ -52,7 +53,8 @@ setup(
         "real": REAL,
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
         "eval": EVAL,
-        "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", *REAL, *EVAL, *VISION, *TRITON],
+        "chat": CHAT,
+        "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", *REAL, *CHAT, *EVAL, *VISION, *TRITON],
         "plot": PLOT,
         "wandb": ["wandb"],
         "gpu": TRITON,

@@ -55,6 +55,7 @@ from moh_lm.model.batch_context import RouterInputs
 from moh_lm.supervise.malloc import keep_freed_memory
 
 TILE = 64
+LONGEST_TUNED = 16384  # tokens; beyond, which takes minutes, the tiles of the longest serve
 PARTS = ("forward", "both")
 NEVER = 99  # a ratio that is worse than any: the sparse backend could not run
 
@@ -75,7 +76,8 @@ def main(options):
         from benchmarks.attention_gpu import check_and_tune
 
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # unfused: in the precision that is asked for
-        new, passed = check_and_tune(new, [SHAPES[name] for name in options.shapes], options.lengths, device, dtype)
+        tuned = [length for length in options.lengths if length <= LONGEST_TUNED]
+        new, passed = check_and_tune(new, [SHAPES[name] for name in options.shapes], tuned, device, dtype)
         if options.save and not passed:
             sys.exit("--save: nothing is written, since auto must not take kernels that failed a check (see above)")
     sparse, ratios, elements = "triton" if device.type == "cuda" else "cpu_sparse", {}, []

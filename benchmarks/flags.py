@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moh_lm.cli.command import device
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import FUSED, ConfigError
 from moh_lm.units import above_0, at_least
 
 SHAPES = {  # hidden size, query heads, key/value heads, head dimension
@@ -18,8 +18,13 @@ SHAPES = {  # hidden size, query heads, key/value heads, head dimension
 MODELS = {
     "llm-s": dict(num_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12, head_dim=64),
     "llm-b": dict(num_layers=24, hidden_size=1536, intermediate_size=4096, num_attention_heads=16, head_dim=96),
+    "llama3-8b-4-layers": dict(
+        num_layers=4, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128,
+    ),
     "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32),
 }
+MODELS["llm-s-grouped"] = MODELS["llm-s"] | {"num_key_value_heads": 6}
 KERNELS = Path(__file__).resolve().parents[1] / "moh_lm" / "kernels"  # where --save writes
 
 
@@ -67,10 +72,10 @@ def step_flags(texts):
     add("--shape", default="llm-s", choices=MODELS)
     add("--seq-length", type=at_least(1), nargs="+", default=[1024])
     add("--micro-batch-size", type=at_least(1), default=1)
-    names = ["dense", "moh-75", "moh-50", "hf"]
+    names = ["dense", "moh-75", "moh-50", "hf", "groups-50"]
     choices = [*names, *(f"{name}-compiled" for name in names)]
     choices += [f"{name}-fused" for name in choices if not name.startswith("hf")]
-    add("--contestants", nargs="+", default=names, choices=choices, metavar="NAME", help="(default: the first four)")
+    add("--contestants", nargs="+", default=names[:4], choices=choices, metavar="NAME", help="(default: the first 4)")
     backends = ("auto", "dense", "triton", "cpu_sparse")
     add("--backend", default="auto", choices=backends, help="attention backend of ours (default: auto)")
     add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")
@@ -96,6 +101,15 @@ def loss_flags(texts):
     return parser.parse_args(texts)
 
 
+def router_flags(texts):
+    parser = Parser(description="Routers and their gates side by side: torch, and the kernels of --fused-router.")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llm-s", "llm-b", "llama3-8b"])
+    parser.add_argument("--tokens", type=at_least(1), default=16384)
+    parser.add_argument("--routing", nargs="+", choices=FUSED, default=["sigmoid", "paper"])
+    device_flags(parser, rounds=7)
+    return parser.parse_args(texts)
+
+
 def gpu_flags(texts):
     parser = Parser(description="Everything that can be measured of a GPU in some minutes, the most valuable first.")
     add = parser.add_argument
@@ -104,6 +118,7 @@ def gpu_flags(texts):
         "%(default)s)")  # fmt: skip
     add("--peak-tflops", type=above_0, help="of the GPU in bf16 (default: known for common GPUs)")
     add("--rehearse", action="store_true", help="the same programs with tiny shapes on a CPU")
+    add("--table", action="store_true", help="measure nothing; print what the file has as tables for docs/results.md")
     return parser.parse_args(texts)
 
 

@@ -1,17 +1,20 @@
 """What can be measured of a GPU in some minutes, the most valuable first; run again, it resumes where it stopped.
 
-    python benchmarks/gpu.py [--minutes 12] [--output gpu.jsonl] [--peak-tflops 989] [--rehearse]
+    python benchmarks/gpu.py [--minutes 12] [--output gpu.jsonl] [--peak-tflops 989] [--rehearse] [--table]
 
     1  ceilings    copies, matrix products, operations of the host                             benchmarks/ceilings.py
-    2  loss        output head and loss, by torch and by --fused-loss                          benchmarks/loss.py
-    3  layer       attention layers of LLM-S at 2,048 and 8,192 tokens, checked and tuned      benchmarks/attention.py
-    4  step        training steps of LLM-S at 2,048 tokens, compiled, with either loss         benchmarks/step.py
-    5  long step   those of LLM-B at 8,192 tokens, the paper's regime
-    6  decoding    a new token against a cache                                                 benchmarks/decode.py
-    7  peers       LLM-S against Hugging Face's Llama, both compiled
-    8  medium step LLM-S at 8,192 tokens
-    9  claim       the layer of the sources' own claim, 512 tokens
-    10 save        the layers of LLM-S and LLM-B again; ``auto`` goes by them from then on (measured.json)
+    2  router      routers and gates, by torch and by --fused-router                           benchmarks/router.py
+    3  loss        output head and loss, by torch and by --fused-loss                          benchmarks/loss.py
+    4  layer       attention layers of LLM-S at 2,048 and 8,192 tokens, checked and tuned      benchmarks/attention.py
+    5  step        training steps of LLM-S at 2,048 tokens, compiled, with and without fusion  benchmarks/step.py
+    6  long step   those of LLM-B at 8,192 tokens, the paper's regime
+    7  decoding    a new token against a cache                                                 benchmarks/decode.py
+    8  peers       LLM-S against Hugging Face's Llama, both compiled
+    9  medium step LLM-S at 8,192 tokens
+    10 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens
+    11 lengths     attention layers of that shape from 4,096 to 131,072 tokens: prefill (forward), and both passes
+    12 claim       the layer of the sources' own claim, 512 tokens
+    13 save        the layers of LLM-S and LLM-B again; ``auto`` goes by them from then on (measured.json)
 
 Each part is a program of its own, so that one that fails costs only its own time. Every line that it prints is a row
 of the file at once: {"part", "line"}; and {"part", "command", "seconds", "code"} when it ends. Parts that ended with
@@ -21,10 +24,12 @@ code 0 are skipped the next time. At the end of its minutes a part is stopped; i
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
 import time
+from itertools import groupby
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
@@ -37,6 +42,7 @@ STEP = "step.py --device cuda --backend auto"
 KINDS = "dense-compiled dense-compiled-fused moh-75-compiled-fused moh-50-compiled-fused"
 PARTS = {
     "ceilings": "ceilings.py",
+    "router": "router.py",
     "loss": "loss.py",
     "layer": "attention.py --levels layer --shapes llm-s --lengths 2048 8192 --rounds 5",
     "step": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants {KINDS} moh-50-compiled",
@@ -45,19 +51,25 @@ PARTS = {
     "peers": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 "
     "--contestants hf-compiled dense-compiled-fused",
     "medium step": f"{STEP} --shape llm-s --seq-length 8192 --micro-batch-size 2 --contestants {KINDS}",
+    "8B step": f"{STEP} --shape llama3-8b-4-layers --seq-length 4096 --micro-batch-size 2 --contestants {KINDS}",
+    "lengths": "attention.py --levels layer --shapes llama3-8b --active 50 --rounds 3 "
+    "--lengths 4096 8192 16384 32768 65536 131072",
     "claim": "attention.py --levels core --shapes llm-s --lengths 512 --active 50",
     "save": "attention.py --levels layer --lengths 1024 2048 4096 8192 --rounds 5 --save",
 }
 REHEARSED = {  # the same programs, small enough for the interpreter of Triton
     "ceilings": "ceilings.py --divisor 128 --rounds 1",
+    "router": "router.py --shapes llm-s --routing sigmoid --tokens 8 --rounds 1",
     "loss": "loss.py --shapes llm-s --tokens 8 --vocab-size 500 --rounds 1",
     "layer": "attention.py --levels layer --shapes llm-s --lengths 64 --rounds 1",
-    "step": "step.py --shape tiny --seq-length 32 --contestants dense dense-fused moh-50 --rounds 1 --device cpu",
+    "step": "step.py --shape tiny --seq-length 32 --contestants dense dense-fused moh-50-fused --rounds 1 --device cpu",
     "decoding": "decode.py --shapes llm-s --lengths 64 --batches 1 --rounds 1",
 }
 
 
 def main(options):
+    if options.table:
+        return print("\n".join(tables(options.output)))
     deadline = time.monotonic() + 60 * options.minutes
     done = finished(options.output)
     for part, words in (REHEARSED if options.rehearse else PARTS).items():
@@ -72,12 +84,22 @@ def main(options):
             print(f"{part}: no time is left; the same command resumes here")
 
 
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def finished(path):
     """The parts that ended well, by the rows of the file."""
-    if not path.exists():
-        return set()
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {row["part"] for row in rows if row.get("code") == 0}
+    return {row["part"] for row in rows_of(path) if row.get("code") == 0}
+
+
+def tables(path):
+    """Lines of Markdown, a table for each part: what its columns are is said by the program that printed them."""
+    for part, rows in groupby(rows_of(path), key=lambda row: row["part"]):
+        shown = [re.split(r"\s{2,}|: ", row["line"].strip()) for row in rows if "line" in row]
+        width = max(map(len, shown), default=0)
+        yield from (f"\n### {part}\n", f"|{' |' * width}", f"|{'---|' * width}")
+        yield from (f"| {' | '.join(cells)} |{' |' * (width - len(cells))}" for cells in shown)
 
 
 def run_part(part, command, options, deadline):

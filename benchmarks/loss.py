@@ -48,14 +48,20 @@ def compare(shape, options, device, dtype):
     differences = [distance(*pair) for pair in zip(call(triton_differentiate), call(None), strict=True)]
     loss, of_x, of_weight = differences
     print(f"{shape}: relative difference of the loss {loss:.1e}, of the gradients {of_x:.1e} and {of_weight:.1e}")
-    forms = {"torch": None, "fused": triton_differentiate}
-    clocks = {name: stopwatch(partial(call, form), device, name) for name, form in forms.items()}
-    taken = in_turns(clocks, options.rounds)
+    forms = {"torch": partial(call, None), "fused": partial(call, triton_differentiate)}
+    report(f"loss {shape} {options.tokens} tokens x {options.vocab_size}", forms, device, options.rounds)
+
+
+def report(title, forms, device, rounds):
+    """Take the functions in turns, and print the times of each and their ratios to those of the first."""
+    clocks = {name: stopwatch(call, device, name) for name, call in forms.items()}
+    taken = in_turns(clocks, rounds)
+    first, *_ = taken.values()
     for name, spent in taken.items():
         times = [median(one[clock] for one in spent) for clock in range(len(spent[0]))]
-        ratios = [ratio(spent, taken["torch"], clock) for clock in range(len(times))]
+        ratios = [ratio(spent, first, clock) for clock in range(len(times))]
         words = "  ".join(f"{1e3 * time:9.3f} ms {against:6.3f}" for time, against in zip(times, ratios, strict=True))
-        print(f"loss {shape} {options.tokens} tokens x {options.vocab_size}  {name:6}{words}")
+        print(f"{title}  {name:6}{words}")
 
 
 def distance(one, other):

@@ -6,9 +6,9 @@
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
 AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
 name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``; with -fused the
-loss is that of ``--fused-loss``. A step's time is
-the median over the rounds, after one that does not count; a ratio is the median of the ratios within a round, on a CPU
-by the clock and, behind it, by CPU time. GiB on a GPU: the most that a contestant needs during a step, with its own
+kernels are those of ``--fused-loss`` and ``--fused-router``. A step's time is the median over the rounds, after one
+that does not count; a ratio is the median of the ratios within a round, on a CPU by the clock and, behind it, by CPU
+time. GiB on a GPU: the most that a contestant needs during a step, with its own
 weights and moments. MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, for all heads and for
 active ones.
 """
@@ -65,7 +65,7 @@ def check_backend(arguments, device):
     fused = [name for name in arguments.contestants if name.endswith("-fused")]
     problems = []
     if fused and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        problems.append(f"--contestants {fused[0]}: its loss needs a CUDA GPU, and --device is {device}; leave it out")
+        problems.append(f"--contestants {fused[0]}: its kernels need a GPU, and --device is {device}; leave it out")
     if backend not in ("auto", "dense") and device.type != needed:
         place = {"cpu": "a CPU", "cuda": "a CUDA GPU"}[needed]
         problems.append(f"--backend {backend}: needs {place}, and --device is {device}; choose auto")
@@ -73,6 +73,8 @@ def check_backend(arguments, device):
         problems.append("--backend triton: the package triton is not installed; pip install triton, or choose auto")
     if backend == "cpu_sparse" and compiled:
         problems.append(f"--contestants {compiled[0]}: --backend cpu_sparse cannot be compiled; choose auto or dense")
+    if "num_key_value_heads" not in MODELS[arguments.shape] and any("groups" in name for name in arguments.contestants):
+        problems.append("--contestants groups-50: heads must share keys; choose --shape llm-s-grouped")
     raise_any(problems)
 
 
@@ -128,6 +130,9 @@ def make(name, arguments, length, device):
     if kind.startswith("moh-"):
         shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
         heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
+    elif kind.startswith("groups-"):
+        number = sizes["num_attention_heads"] // 2
+        heads = HeadsConfig(num_shared_heads=(0,), num_active_routed_heads=(number,), routing_unit="head_in_group")
     config = ModelConfig(**sizes, heads=heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "hf":
@@ -136,9 +141,11 @@ def make(name, arguments, length, device):
     else:
         share = config.active_heads(0) / config.num_attention_heads
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
-        chosen = choose_backend(arguments.backend, device, dtype, queries, share, compiled=kind != unfused)
+        asked = "groups" if config.chooses_in_groups else arguments.backend
+        chosen = choose_backend(asked, device, dtype, queries, share, compiled=kind != unfused)
         with device:  # drawn there, billions of weights take no time
-            model, loss_of = build_model(config, backends=chosen, fused_loss=unfused != name), our_loss
+            fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != name)
+            model, loss_of = build_model(config, backends=chosen, **fused), our_loss
         for parameter in model.parameters():
             constant = parameter.init_std is None
             torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)

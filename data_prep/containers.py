@@ -21,6 +21,7 @@ from typing import BinaryIO
 import pyarrow
 import zstandard
 
+from data_prep.storage import state_of
 from moh_lm.cli.command import Failure
 from moh_lm.parsing import parse_json
 
@@ -71,7 +72,8 @@ def reading(path: str):
     try:
         yield
     except FAILURES as error:
-        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        text = getattr(error, "strerror", None) or str(error)
+        raise InputError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from error
 
 
 def sniff(file, name: str) -> tuple[str, str]:
@@ -202,12 +204,12 @@ def check_beginning(file: BinaryIO, container: str, data: bytes):
         )
 
 
-def unchanged(path: str, size: int, written: int):
-    """Raise InputError if a file's size in bytes, or its modification time in ns, has changed since the plan was
-    made."""
-    now = os.stat(path)
-    if (now.st_size, now.st_mtime_ns) != (size, written):
+def unchanged(path: str, size: int, written: int | str):
+    """Raise InputError if a file's size in bytes, or its modification time in ns (of a remote one, its etag), has
+    changed since the plan was made."""
+    size_now, written_now = state_of(path)
+    if (size_now, written_now) != (size, written):
         raise InputError(
-            f"{path}: was written to during the run: it had {size} bytes at the start and has {now.st_size} now; "
+            f"{path}: was written to during the run: it had {size} bytes at the start and has {size_now} now; "
             "is it still being written?"
         )

@@ -11,7 +11,6 @@ reasons), so that documents and drops add up to the lines, rows or texts of the 
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import pyarrow.parquet
 
 from data_prep.containers import BESIDE, BYTE_ORDER_MARK, LONGEST, READ, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
+from data_prep.storage import is_remote, open_file, state_of
 from data_prep.tables import arrow_batches, parquet_batches, without_lists
 from moh_lm.parsing import BeyondLimits, parse_json
 
@@ -38,11 +38,11 @@ HARMLESS = frozenset({"blank line", "empty text", "of another set"})
 class Piece:
     """A part of a file: the lines that start in bytes ``start``..``end``, the row groups ``start``..``end``, or all."""
 
-    path: str  # absolute
+    path: str  # absolute, or a URL
     name: str  # relative to the fixed part of the pattern that matched it
     size: int  # bytes of the file
-    written: int  # when it was last written to, in ns
-    sample: str  # hash of the first and last bytes of the file, of all of standard input
+    written: int | str  # when it was last written to, in ns; of a remote file its etag
+    sample: str  # hash of the first and last bytes of the file, with the etag of a remote one; of all of standard input
     container: str  # plain, gzip, zstd, parquet, arrow
     form: str  # jsonl, column, text
     start: int
@@ -67,16 +67,16 @@ class Document(NamedTuple):
 
 def inspect_file(path: str, name: str) -> Piece:
     """The whole file at ``path`` as one piece; for parquet, ``end`` counts row groups. Raises InputError."""
-    with reading(path), open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        size = status.st_size
+    with reading(path), open_file(path, READ) as file:
+        size, written = state_of(path)
         head = file.read(SAMPLE)
         file.seek(max(len(head), size - SAMPLE))
-        sample = sha256(head + file.read()).hexdigest()
+        etag = written.encode() if is_remote(path) else b""
+        sample = sha256(head + file.read() + etag).hexdigest()
         file.seek(0)
         container, form = sniff(file, name)
         end = pyarrow.parquet.read_metadata(file).num_row_groups if container == "parquet" else size
-    return Piece(path, name, size, status.st_mtime_ns, sample, container, form, 0, end, size)
+    return Piece(path, name, size, written, sample, container, form, 0, end, size)
 
 
 def documents(piece: Piece, text_key: str) -> Iterator[Document]:
@@ -163,7 +163,7 @@ def lines(piece: Piece) -> Iterator[tuple[bytes | None, int, int]]:
     A line belongs to the range that it starts in, so that neighbouring ranges share no line and miss none. Files that
     begin with a byte order mark may have been joined: it is removed from the beginning of every line.
     """
-    with open(piece.path, "rb") as file:
+    with open_file(piece.path) as file:
         content = unpacked(file, piece.container)
         offset, end = piece.start, piece.end if piece.container == "plain" else math.inf
         if piece.start:
@@ -211,7 +211,7 @@ def text_of_row(value, record, source):
 def text_documents(piece, text_key):
     """The one document of the file; a byte order mark tells its encoding and is not part of it."""
     parts, length = [], 0
-    with open(piece.path, "rb") as file:
+    with open_file(piece.path) as file:
         content = unpacked(file, piece.container)
         while part := content.read(READ):
             length += len(part)

@@ -4,11 +4,13 @@ Every document is encoded by itself and followed by the end-of-sequence token; a
 before it if --bos is given. Special tokens that are spelled out in a text stay text: no engine turns them into control
 ids.
 
-If a model allows it, SentencePiece only encodes segments that were not seen before (data_prep/segment_cache.py). One
-document in a thousand is then also encoded as a whole by SentencePiece, and the results must agree.
+If a model allows it, SentencePiece only encodes segments that were not seen before (data_prep/segment_cache.py). A
+Hugging Face tokenizer encodes documents in batches, or gigatoken does it in its place (--engine). One document in a
+thousand is then also encoded by itself in the ordinary way, and the results must agree.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +18,7 @@ import numpy as np
 import sentencepiece
 
 from data_prep.segment_cache import SegmentCache, segment_cache
-from moh_lm.config import raise_any
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, json_bytes, sha256_of
 from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, ends_of_model
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -34,28 +36,56 @@ LONGEST_CHECKED = 1 << 20  # it has more characters: SentencePiece takes about 4
 @dataclass(frozen=True)
 class Options:
     """Options that determine a shard besides its inputs and the tokenizer. bos: put a beginning-of-sequence token
-    before each document."""
+    before each document. engine: "own", or "gigatoken", which gives the same ids."""
 
     text_key: str = "text"
     shuffle: bool = True
     bos: bool = False
+    engine: str = "own"
 
     def facts(self) -> dict:
         """The options for a sidecar and for the name of a unit; BOS is among the tokenizer's facts."""
         return {"text_key": self.text_key, "shuffle": self.shuffle}
 
 
+class Batches:
+    """Texts encoded together: ``ids_of`` gives the ids of each of them, and ``eos_id`` follows."""
+
+    def __init__(self, name: str, ids_of: Callable[[list[str]], Iterable[np.ndarray]], eos_id: int):
+        self.name, self.ids_of, self.eos_id = name, ids_of, eos_id
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.append(ids, self.eos_id).astype(np.int32) for ids in self.ids_of(texts)]
+
+
+def gigatoken_batches(model, eos_id: int) -> Batches:
+    """gigatoken with the vocabulary of a Hugging Face tokenizer. Raises ConfigError."""
+    try:
+        import gigatoken  # optional: it is young
+        if not isinstance(model, HuggingFaceModel):
+            raise ValueError("it is for tokenizer.json of Hugging Face")
+        facts = json.loads(model.tokenizer.to_str())
+        facts |= dict.fromkeys(("truncation", "padding", "post_processor"))
+        facts["added_tokens"] = [token for token in facts["added_tokens"] if not token["special"]]  # they stay text
+        encode = gigatoken.Tokenizer.from_json(json.dumps(facts)).encode
+    except (ImportError, ValueError, RuntimeError) as error:
+        remedy = "pip install gigatoken, or leave the flag out"
+        raise ConfigError([f"--engine gigatoken: cannot encode with this tokenizer ({error}); {remedy}"]) from error
+    return Batches("gigatoken", lambda texts: map(encode, texts), eos_id)
+
+
 class Tokenizer:
-    """The model at ``path``; bos: whether documents begin with its beginning-of-sequence token.
+    """The model at ``path``; bos: whether documents begin with its beginning-of-sequence token; engine: see
+    ``Options``.
 
     Raises ConfigError if it is not a tokenizer, lacks one of these tokens, or gives a text different ids each time.
     """
 
-    def __init__(self, path: str, bos: bool = False):
+    def __init__(self, path: str, bos: bool = False, engine: str = "own"):
         self.model = read_model(path)
         self.files = model_files(path)
         plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
-        engine = f"sentencepiece {sentencepiece.__version__}" if plain else self.model.engine
+        library = f"sentencepiece {sentencepiece.__version__}" if plain else self.model.engine
         self.vocab_size = self.model.vocab_size()
         self.eos_id = self.model.eos_id()
         self.bos_ids = np.array([self.model.bos_id()] if bos else [], np.int32)
@@ -73,9 +103,10 @@ class Tokenizer:
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
             **({"bos_id": int(self.bos_ids[0])} if bos else {}),
-            "engine": engine,
+            "engine": library,
         }
         self.num_encoded = 0
+        self.gigatoken = gigatoken_batches(self.model, self.eos_id) if engine == "gigatoken" else None
 
     @cached_property
     def takes_mark_for_space(self) -> bool:
@@ -117,16 +148,18 @@ class Tokenizer:
         usual = ", as transformers does" if getattr(self.model, "begins", False) else ""
         return f"{sentence}; no token begins them (--bos puts {begin} there{usual})"
 
-
     @cached_property
-    def cache(self) -> SegmentCache | None:
-        """The segment cache, made when the first text is encoded; None if the model allows none."""
+    def cache(self) -> SegmentCache | Batches | None:
+        """What encodes many texts faster than one by one: the segment cache, made when the first text is encoded, or
+        batches; None if the model allows neither."""
+        if isinstance(self.model, HuggingFaceModel):
+            return self.gigatoken or Batches("encoding in batches", self.model.encode_batch, self.eos_id)
         return segment_cache(self.model) if isinstance(self.model, sentencepiece.SentencePieceProcessor) else None
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each document and those at its ends, int32 [tokens], in the order of ``texts``.
 
-        Texts are encoded in batches. Raises ShardError if the segment cache and SentencePiece disagree.
+        Texts are encoded in batches. Raises ShardError if these differ from ids of the text by itself.
         """
         batch, size = [], 0
         for text in texts:
@@ -152,8 +185,8 @@ class Tokenizer:
             text = texts[index]
             if len(text) <= LONGEST_CHECKED and not np.array_equal(encoded[index], self.encode_plainly(text)):
                 raise ShardError(
-                    f"the segment cache and SentencePiece encode a document differently; please report this with the "
-                    f"tokenizer and the document, which begins {text[:100]!r}"
+                    f"{self.cache.name} and {self.description['engine']} encode a document differently; please report "
+                    f"this with the tokenizer and the document, which begins {text[:100]!r}"
                 )
         self.num_encoded += len(texts)
         return encoded

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from data_prep.containers import READ, InputError, reading
 from data_prep.corpora import recognize
 from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
+from data_prep.storage import is_remote, open_file, remote_files
 from data_prep.tables import first_row
 from moh_lm.config import ConfigError
 from moh_lm.data.files import refuse_folder, sha256_of
@@ -66,8 +67,8 @@ def same_content(piece: Piece, other: Piece) -> bool:
     if piece.size <= 2 * SAMPLE:
         return True
     try:
-        same_file = os.path.samefile(piece.path, other.path)
-        return same_file or sha256_of(piece.path) == sha256_of(other.path)
+        same_file = os.path.realpath(piece.path) == os.path.realpath(other.path)
+        return same_file or sha256_of(piece.path, open_file) == sha256_of(other.path, open_file)
     except OSError:
         return False
 
@@ -92,7 +93,7 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
 
 
 def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
-    """(absolute path, name) of the files that match any of ``patterns``, sorted by name.
+    """(absolute path or URL, name) of the files that match any of ``patterns``, sorted by name.
 
     The name is relative to the part of the pattern without wildcards: it does not change when a directory tree moves.
     Raises ConfigError for a pattern without a match; ``option`` is what patterns follow on the command line.
@@ -102,15 +103,22 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
         root = os.path.dirname(pattern)
         while glob.has_magic(root) and not os.path.isdir(root):  # a directory may be named as a pattern
             root = os.path.dirname(root)
-        searched = glob.escape(root) + pattern[len(root) :]
-        matches = [pattern] if os.path.lexists(pattern) else glob.glob(searched, recursive=True)
-        found = [path for path in matches if not os.path.isdir(path)]  # a broken link too: it is told of
+        if is_remote(pattern):
+            try:
+                found, matches = remote_files(pattern), []
+            except (ConfigError, OSError) as error:
+                problems.append(f"{option}{error}")
+                continue
+        else:
+            searched = glob.escape(root) + pattern[len(root) :]
+            matches = [pattern] if os.path.lexists(pattern) else glob.glob(searched, recursive=True)
+            found = [os.path.abspath(path) for path in matches if not os.path.isdir(path)]  # a broken link is told of
         if not found:
             remedy = f"for the files of a directory write '{pattern}/*'" if matches else "check the path"
             problems.append(f"{option}{pattern}: matches no file; {remedy}")
         for path in found:
             name = os.path.relpath(path, root or ".")
-            files[os.path.abspath(path)] = min(name, files.get(os.path.abspath(path), name), key=lambda n: (len(n), n))
+            files[path] = min(name, files.get(path, name), key=lambda n: (len(n), n))
     if problems:
         raise ConfigError(problems)
     return sorted(files.items(), key=lambda item: (item[1], item[0]))

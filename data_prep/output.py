@@ -17,6 +17,7 @@ from pathlib import Path
 
 from data_prep.encoding import Tokenizer
 from data_prep.inputs import Source, same_content
+from data_prep.storage import exists, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, publish, read_json
@@ -121,7 +122,7 @@ def replaced_shards(
         if not mine:
             continue
         unnamed = [file for file in named if not named[file] and file not in sources[source].paths]
-        others = [file for file in unnamed if os.path.exists(file)]  # one that cannot be read keeps the shard anyway
+        others = [file for file in unnamed if exists(file)]  # one that cannot be read keeps the shard anyway
         if others:
             raise ConfigError([
                 f"--source {source}: {path} was made from files of this command, such as {mine[0]}, and from "
@@ -172,7 +173,8 @@ def finished_sidecars(output: Path, units: list[Unit]) -> dict[Unit, dict]:
                     f"source {unit.source}: {prefix} was made of {path}; {piece.path} has the same name, size, first "
                     "and last bytes, and differs in between: give one of the files another name"
                 ])
-        if all(os.path.getmtime(piece.path) <= written for piece in unit.pieces):
+        local = [piece.path for piece in unit.pieces if not is_remote(piece.path)]  # the name has the etags of others
+        if all(os.path.getmtime(path) <= written for path in local):
             finished[unit] = sidecar
     return finished
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from data_prep.containers import FAILURES, READ, unpacked
 from data_prep.documents import Piece
 from data_prep.inputs import Source
+from data_prep.storage import open_file
 from data_prep.units import Unit
 from moh_lm.data.files import publish
 
@@ -112,7 +113,7 @@ def content_bytes(piece: Piece) -> float:
         return piece.num_bytes
     unpacked_bytes = 0
     with suppress(*FAILURES):  # the beginning ends inside a member or a frame
-        with open(piece.path, "rb") as file:
+        with open_file(piece.path) as file:
             head = file.read(JUDGED)
         content = unpacked(io.BytesIO(head), piece.container)
         while part := content.read1(READ):

@@ -84,6 +84,8 @@ def segment_cache(model: SentencePieceProcessor) -> "SegmentCache | None":
 class SegmentCache:
     """Texts to ids; ``joined`` from ``joined_bytes``, ``separator`` from ``find_separator``."""
 
+    name = "the segment cache"
+
     def __init__(self, model: SentencePieceProcessor, joined: np.ndarray, separator: int):
         self.model = model
         self.separator = bytes([separator])

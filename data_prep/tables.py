@@ -14,6 +14,7 @@ import pyarrow.parquet
 
 from data_prep.containers import LONGEST, READ, InputError, reading
 from data_prep.corpora import SET_COLUMNS
+from data_prep.storage import is_remote, open_file
 from data_prep.table_sizes import largest_batch, largest_page
 
 ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
@@ -24,7 +25,7 @@ pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the default one holds o
 
 def row_group_bytes(piece, text_key: str) -> list[int]:
     """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
-    with reading(piece.path), open(piece.path, "rb") as file:
+    with reading(piece.path), open_file(piece.path, READ) as file:
         metadata = pyarrow.parquet.read_metadata(file)
         require_column(piece, text_key, metadata.schema.to_arrow_schema())
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # of what is nested: a.b
@@ -73,8 +74,7 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
     """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
-    # ParquetFile takes no path that is not UTF-8, OSFile takes its bytes.
-    with pyarrow.OSFile(os.fsencode(piece.path)) as raw:
+    with open_file(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
         columns = [text_key, *single_values(file.schema, SET_COLUMNS if piece.source else ())]
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
@@ -92,7 +92,7 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
 def check_pages(piece, row_group, columns: list[str]) -> int:
     """Bytes of the largest page of ``columns``, unpacked. Raises InputError if it is too large for that."""
     largest = 0
-    with open(piece.path, "rb") as file:
+    with open_file(piece.path, READ) as file:
         for column in map(row_group.column, range(row_group.num_columns)):
             if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
                 what, size = f"a page of its column {column.path_in_schema!r}", largest_page(file, column)
@@ -103,7 +103,8 @@ def check_pages(piece, row_group, columns: list[str]) -> int:
 
 def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """``parquet_batches`` for the record batches of an Arrow file; with ``text_key`` None no column is required."""
-    with pyarrow.memory_map(os.fsencode(piece.path)) as file:
+    path, remote = piece.path, is_remote(piece.path)
+    with pyarrow.PythonFile(open_file(path)) if remote else pyarrow.memory_map(os.fsencode(path)) as file:
         first = len(ARROW_FILE) if file.read(len(ARROW_FILE)) == ARROW_FILE else 0
         file.seek(piece.size - len(END_OF_STREAM))
         if not first and file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
@@ -131,7 +132,7 @@ def first_row(piece, text_key: str) -> dict | None:
     if piece.container == "arrow":
         batch = next((batch for batch, _, _ in arrow_batches(piece) if len(batch)), None)
         return {name: without_lists(batch.column(name)[0]) for name in batch.schema.names} if batch else None
-    with open(piece.path, "rb") as raw:
+    with open_file(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ)
         names = file.schema_arrow.names
         others = single_values(file.schema, [name for name in names if name != text_key])

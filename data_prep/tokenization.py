@@ -21,7 +21,7 @@ from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
 
 
 def run(flags) -> int:
-    tokenizer = Tokenizer(flags.tokenizer, flags.bos)
+    tokenizer = Tokenizer(flags.tokenizer, flags.bos, flags.engine)
     print(tokenizer.ends())
     with told("looking at the inputs"):
         sources, from_stdin, failures, no_data = find_sources(flags)
@@ -51,7 +51,7 @@ def fill(
     left_out: LeftOut,
 ):  # fmt: skip
     """Bring the data directory to the state that ``sources`` ask for. Raises ConfigError, and OSError."""
-    options = Options(text_key=flags.text_key, shuffle=not flags.no_shuffle, bos=flags.bos)
+    options = Options(flags.text_key, not flags.no_shuffle, flags.bos, flags.engine)
     with told("comparing the inputs with existing shards"):
         units = plan(sources, output, flags.unit_size, tokenizer, options)
         replaced = data_directory.replaced_shards(output, sources, units, tokenizer)

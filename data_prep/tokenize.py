@@ -49,7 +49,7 @@ def tokenize_flags(texts):
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
         help="a source and its files: JSON lines, parquet, Arrow or plain text, also compressed with gzip or "
-        "zstandard; '-' is standard input; may be repeated",
+        "zstandard, also at a URL such as s3://BUCKET/*.gz; '-' is standard input; may be repeated",
     )
     add(
         "--recognize", metavar="DIR", action="append", default=[],
@@ -65,6 +65,10 @@ def tokenize_flags(texts):
     add("--workers", metavar="N", type=at_least(1), default=cores, help="number of processes (default: one per core)")
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
     add("--bos", action="store_true", help="put the beginning-of-sequence token before each document")
+    add(
+        "--engine", choices=("own", "gigatoken"), default="own",
+        help="gigatoken encodes with a Hugging Face tokenizer faster; a sample of its ids is compared (default: own)",
+    )
     add("--no-shuffle", action="store_true", help="keep the documents in order instead of shuffling each shard")
     add(
         "--unit-size", metavar="BYTES", type=size, default="128M",

@@ -86,7 +86,8 @@ def work(connection: Connection, tokenizer_path: str, options: Options, output: 
     """The life of a worker: units come in through ``connection``, events go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=die_with_the_parent, daemon=True).start()
-    tokenizer = Tokenizer(tokenizer_path, options.bos)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has a core
+    tokenizer = Tokenizer(tokenizer_path, options.bos, options.engine)
 
     def report(num_bytes, num_tokens):
         connection.send(("progress", (num_bytes, num_tokens)))

@@ -23,6 +23,7 @@ from moh_lm.kernels.heads_in_groups import HeadsInGroups
 from moh_lm.kernels.masks import share_of_scores
 from moh_lm.model.attention import Attention
 from moh_lm.model.batch_context import BatchContext
+from moh_lm.model.head_positions import HeadPositions
 from moh_lm.model.mla import LatentCore, MultiLatentAttention
 from moh_lm.model.positions import RotaryPositions
 from moh_lm.model.query_norm import QueryNormAttention
@@ -40,22 +41,22 @@ BACKENDS = {"dense": None, "groups": None, "triton": TRITON, "cpu_sparse": CPU_S
 class Settings(NamedTuple):
     """What the layers of a model need to know of the run.
 
-    group: tensor-parallel group, or None. context: ``ContextGroups``, or None. micro_batches: number of them in a step,
-    over which the losses of the routers are averaged. recompute: whether activations are recomputed. backends: the
-    attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the run. watched: whether every
-    layer must go through its core attention while it trains, for hooks to see. z_loss: see
-    ``linear_cross_entropy``. fused_loss: whether Triton kernels compute the loss; see triton_cross_entropy.py.
+    group: tensor-parallel group, or None. context: ``ContextGroups``, or None. recompute: whether activations are
+    recomputed. backends: the attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the
+    run. watched: whether every layer must go through its core attention while it trains, for hooks to see. z_loss: see
+    ``linear_cross_entropy``. fused_loss, fused_router: whether Triton kernels compute the loss and the routers; see
+    triton_cross_entropy.py and fused_router.py.
     """
 
     group: object = None
     context: ContextGroups | None = None
-    micro_batches: int = 1
     recompute: bool = False
     backends: tuple[str, ...] | str = "dense"
     seed: int = 0
     watched: bool = False
     z_loss: float = 0.0
     fused_loss: bool = False
+    fused_router: bool = False
 
     def backend(self, layer_index):
         return self.backends if isinstance(self.backends, str) else self.backends[layer_index]
@@ -66,6 +67,14 @@ class Settings(NamedTuple):
         if self.fused_loss:
             from moh_lm.parallel.triton_cross_entropy import triton_differentiate as differentiate
         return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, differentiate=differentiate)
+
+    def router(self):
+        """Return the class of routers that choose heads."""
+        if self.fused_router:
+            from moh_lm.model.fused_router import FusedRouter
+
+            return FusedRouter
+        return HeadRouter
 
     def batch_context(self):
         return BatchContext(makes_masks=any(name in self.backends for name in ("dense", "groups")))
@@ -143,13 +152,15 @@ def build_attention(config, layer_index, settings):
         core = HeadsInGroups(config.active_heads(layer_index) // of.num_key_value_heads, **core)
     else:
         core = (LatentCore if of.attention == "latent" else CoreAttention)(**core)
-    terms = loss_terms(config, settings.micro_batches)
-    router = build_router(of, layer_index, heads, core, init_std, terms, settings)
-    kind, positions = attention_kind(of, router, core, settings), RotaryPositions
+    router = build_router(of, layer_index, heads, core, init_std, loss_terms(config), settings)
+    kind, positions = attention_kind(of, layer_index, router, core, settings), RotaryPositions
+    rotary = rotary_of(of, layer_index)
     if of.head_dims:
         positions = partial(HeterogeneousPositions, of, layer_index, heads)
+    if of.own_positions(layer_index):  # the layer itself turns nothing
+        core, rotary = HeadPositions(core, rotary), rotary._replace(head_dim=0)
     core = UlyssesAttention(core, exchange) if exchange else core
-    attention = kind(of, heads, router, core, positions(rotary_of(of, layer_index), context), init_std, output_std)
+    attention = kind(of, heads, router, core, positions(rotary, context), init_std, output_std)
     if counted is not None:
         attention.add_module("cope", counted)
     return attention
@@ -163,10 +174,10 @@ def build_router(config, layer_index, heads, core, init_std, terms, settings):
         local = heads.num_heads // group_size(settings.group)
         return StaticHeads(local, heads.num_always_on, settings.group)
     reads_queries = config.heads.routing == "query_norm"
-    if config.routed_layer(layer_index).num_routed == 0 and not reads_queries:
+    if config.routed_layer(layer_index).num_routed == 0 and not reads_queries and not settings.fused_router:
         return GatedHeads(config, layer_index, init_std, settings.group, heads)
     scale = config.heads.router_gumbel_noise
-    return HeadRouter(
+    return settings.router()(
         config,
         layer_index,
         init_std,
@@ -187,8 +198,8 @@ class QueryNormHeterogeneous(QueryNormAttention, HeterogeneousAttention):
     """Heads of several widths, routed by the norms of their queries."""
 
 
-def attention_kind(config, router, core, settings):
-    """The class of an attention layer."""
+def attention_kind(config, layer_index, router, core, settings):
+    """The class of an attention layer, whose configuration is ``config``."""
     by_queries = isinstance(router, HeadRouter) and router.form.reads_queries
     if config.head_dims:
         return QueryNormHeterogeneous if by_queries else HeterogeneousAttention
@@ -199,4 +210,5 @@ def attention_kind(config, router, core, settings):
     if config.element_gates:
         return ElementGatedAttention
     by_rows = core.backend is CPU_SPARSE and isinstance(router, HeadRouter)
-    return CPURowAttention if by_rows and not settings.context and not settings.watched else Attention
+    elsewhere = settings.context or settings.watched or config.own_positions(layer_index)  # the core does more
+    return CPURowAttention if by_rows and not elsewhere else Attention

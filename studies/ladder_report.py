@@ -13,7 +13,7 @@ def write(out):
         run = read_run(path)
         if not run:
             continue
-        tokens = run["config"].run.train_iters * run["config"].run.tokens_per_iteration
+        tokens = run["config"].tokens_after(run["config"].run.train_iters)
         numbers = f"{tokens:,}", f"{flops(run) * tokens:.3g}", f"{final_loss(run):.4f}"
         rows.append([path.parent.name, path.name.removeprefix("tokens-"), *numbers])
     publish(out / "REPORT.md", write_table(["size", "tokens per parameter", "tokens", "FLOPs", "loss"], rows))

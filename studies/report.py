@@ -101,7 +101,7 @@ def tuning_losses(variants):
 
 
 def tokens_of(run):
-    return run["config"].run.train_iters * run["config"].run.tokens_per_iteration
+    return run["config"].tokens_after(run["config"].run.train_iters)
 
 
 def tokens_of_dense(points, loss):

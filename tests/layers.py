@@ -13,9 +13,9 @@ from tests.reference import Layer, Rotary, Routing, assert_slopes, attention_lay
 LENGTH, BATCH = 8, 2
 
 
-def vivid_layer(config, backend="dense", seed=0):
-    """The first layer's attention, its weights so large that every part shows."""
-    layer, generator = make_layer(config, backends=backend), torch.Generator().manual_seed(seed)
+def vivid_layer(config, backend="dense", seed=0, **settings):
+    """The first layer's attention, its weights so large that every part shows. settings: of ``Settings``."""
+    layer, generator = make_layer(config, backends=backend, **settings), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(float(parameter.ndim == 1), 2 * parameter.shape[-1] ** -0.5, generator=generator)
@@ -43,7 +43,8 @@ def reference_layer(config, index=0):
     )  # fmt: skip
     widths = of.head_dims or (of.query_dim,) * of.num_attention_heads
     rotary = rotary if of.position[index] == "rotary" else None
-    return Layer(routing, widths, rotary, of.window[index], config.own_keys(index), of.rms_norm_eps)
+    counted = heads.routed_positions == "head"
+    return Layer(routing, widths, rotary, of.window[index], config.own_keys(index), of.rms_norm_eps, counted)
 
 
 def named(tensors):

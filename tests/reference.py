@@ -290,7 +290,8 @@ def weighted_heads(maps, values, gates, output, of_features=1):
 class Layer(NamedTuple):
     """An attention layer. widths: features of each head's query and key. window: keys that a token sees, or 0 for all.
 
-    own_keys: whether a routed head sees only the tokens that use it. eps: of its norms.
+    own_keys: whether a routed head sees only the tokens that use it. eps: of its norms. counted: whether the position
+    of a token in a head is the number of earlier ones that use it.
     """
 
     routing: Routing
@@ -299,6 +300,7 @@ class Layer(NamedTuple):
     window: int = 0
     own_keys: bool = False
     eps: float = 1e-5
+    counted: bool = False
 
 
 class Attended(NamedTuple):
@@ -325,8 +327,12 @@ def attention_layer(layer, weights, inputs, starts=None):
         first = max(t - layer.window + 1 if layer.window else 0, 0 if starts is None else starts[t])
         return [u for u in range(first, t + 1) if u == t or not layer.own_keys or routes[u].used[i]]
 
-    queries, keys = ([[rotate(layer.rotary, head, t) for head in token] for t, token in enumerate(part)]
-                     for part in (queries, keys))  # fmt: skip
+    def position(t, i):
+        return sum(routes[u].used[i] for u in range(t)) if layer.counted else t
+
+    heads = len(layer.widths)
+    queries, keys = ([[rotate(layer.rotary, head, position(t, i * heads // len(token))) for i, head in enumerate(token)]
+                      for t, token in enumerate(part)] for part in (queries, keys))  # fmt: skip
     maps = attention_maps(queries, keys, seen, weights.get("cope"))
     gates = np.array([of_token.gates for of_token in routes])
     of_features = 1

@@ -14,6 +14,7 @@ from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
 
 IN_GROUPS = "--num-key-value-heads 6 --routing-unit head_in_group"  # of twelve heads
+COUNTED = "--routed-keys selected --routed-positions head"
 REFUSALS = {  # flags: what the one line has to name
     "--num-layer 2": ("--num-layer", "--num-layers"),
     "--qqq 2": ("--qqq", "--help"),
@@ -67,6 +68,9 @@ REFUSALS = {  # flags: what the one line has to name
     "--position none --rope-type linear --rope-factor 2": ("--rope-type linear", "no meaning with --position none"),
     "--learned-positions 5": ("--learned-positions 5", "no meaning with --position rotary"),
     "--position cope --routed-keys selected": ("--routed-keys selected", "give a layer with routed heads another"),
+    "--routed-positions head": ("--routed-positions head", "add --routed-keys selected"),
+    f"{COUNTED} --position none": ("--routed-positions head", "--position rotary"),
+    f"{COUNTED} --num-key-value-heads 6": ("--routed-positions head", "add --routing-unit key_value_group"),
     "--position learned": ("--learned-positions None", "at least --seq-length"),
     "--position learned --learned-positions 9": ("--learned-positions 9", "at least 16"),
     "--position learned none learned --num-layers 3 --learned-positions 99": ("learned none", "learned alone"),
@@ -79,11 +83,13 @@ REFUSALS = {  # flags: what the one line has to name
     "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
     f"{IN_GROUPS} --num-shared-heads 3": ("--num-shared-heads 3", "6 groups", "multiples of 6, such as 0 and 6"),
     f"{IN_GROUPS} --num-key-value-heads 12": ("--routing-unit head_in_group", "none do", "--num-key-value-heads"),
-    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "as many heads of a group", "leave it out"),
+    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "as many heads of each group", "leave it out"),
     f"{IN_GROUPS} --routing-top-p 0.5 --routing paper": ("--routing-top-p 0.5", "head_in_group", "leave it out"),
     f"{IN_GROUPS} --routed-keys selected": ("--routed-keys selected", "head_in_group", "sees all keys"),
     f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave it out"),
     "--attention-backend groups": ("--attention-backend groups", "--routing-unit head_in_group", "choose auto"),
+    "--fused-router --routing relu": ("--fused-router", "--routing relu", "leave one of the two out"),
+    "--fused-router --head-selection all": ("--fused-router", "--head-selection all", "leave one of the two out"),
     "--routing-top-p 0 --routing paper": ("--routing-top-p 0", "above 0 and at most 1"),
     "--routing-top-p 1.5 --routing paper": ("--routing-top-p 1.5", "above 0 and at most 1"),
     "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),

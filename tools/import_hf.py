@@ -1,7 +1,6 @@
 """A Llama in Hugging Face form -> step 0 of a run, as it is or as the start of a Mixture-of-Head model.
 
     python tools/import_hf.py --model HF_DIR --output RUN
-    python tools/import_hf.py --model hf://OWNER/NAME --output RUN
     python tools/import_hf.py --model MODEL.gguf --output RUN
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
@@ -106,7 +105,7 @@ def import_model(arguments, name):
 
     problems = []
     refuse_run("--model", arguments.model)
-    values, stock = read_stock(read_config(arguments.model))
+    values, stock = read_stock(read_config(arguments.model), arguments.model)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
         config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)

@@ -100,8 +100,8 @@ def inspect(arguments, config):
     rows, contradictions = summarize(sources)
     report = {"sources": rows}
     if config.run.train_iters is not None:
-        report["plan"] = samples.open_dataset(config).plan(config.run.train_iters * config.run.global_batch_size)
-        report["plan_tokens"] = config.run.train_iters * config.run.tokens_per_iteration
+        report["plan"] = samples.open_dataset(config).plan(config.run.samples_after(config.run.train_iters))
+        report["plan_tokens"] = config.tokens_after(config.run.train_iters)
     return report, problems + contradictions
 
 

@@ -133,7 +133,7 @@ def make_plan(config, machine):
     memory = {part: size / 2**30 for part, size in memory_estimate(config, gpus).items()}
     seconds = step_seconds(config, machine)
     step, tokens = sum(seconds.values()), run.tokens_per_iteration
-    days = None if run.train_iters is None else run.train_iters * step / DAY
+    days = None if run.train_iters is None else run.samples_after(run.train_iters) / run.global_batch_size * step / DAY
     flops = flops_per_token(config.model, run.seq_length)["dense"] * tokens
     return {
         **{degree: getattr(parallel, degree) for degree in DEGREES},

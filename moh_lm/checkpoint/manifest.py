@@ -137,7 +137,7 @@ def is_whole(directory):
 
 
 def difference(path, expected, progress=lambda: None):
-    """Return a sentence that says where a file differs from its entry in the manifest; None if it does not."""
+    """Return [a sentence that says where a file differs from its entry in the manifest], or []."""
     found = describe(path, progress)
     if found == expected:
         return []

@@ -37,6 +37,13 @@ def layout_problems(config, world_size):
             f"choose --batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length} or another "
             "--micro-batch-size"
         ]
+    first = run.stages[0][2]
+    if first % chunk:
+        nearest = math.ceil(first / chunk) * chunk * length
+        return found + [
+            f"--batch-warmup {run.batch_warmup}: its first batch of {first} sequences is not a multiple of {chunk}, a "
+            f"micro-batch of every rank; choose {nearest}:{run.batch_warmup.partition(':')[2]}"
+        ]
     return found
 
 

@@ -166,7 +166,10 @@ def spread_problems(model):
 
 
 def own_keys_problems(model):
-    given = "--routed-keys selected"
+    given, counted = "--routed-keys selected", "--routed-positions head"
+    by_head = model.heads.routed_positions == "head"
+    if by_head and model.heads.routed_keys == "all":
+        return [f"{counted}: counts the tokens that a routed head sees, which are all; add {given}, or leave it out"]
     if model.heads.routed_keys == "all" or model.heads.head_selection in ("all", "static"):
         return []  # a mixture with its own keys may resume without routers
     if budget_problems(model):
@@ -174,6 +177,10 @@ def own_keys_problems(model):
     own = [kind for layer, kind in enumerate(model.position) if model.own_keys(layer)]
     if "cope" in own:
         return [f"{given}: --position cope counts all keys; give a layer with routed heads another position"]
+    if by_head and own and "rotary" not in own:
+        return [f"{counted}: no layer with routed heads has --position rotary; leave it out"]
+    if by_head and model.heads_per_expert != model.queries_per_key:
+        return [f"{counted}: heads that share a key/value head must count as one; add --routing-unit key_value_group"]
     return [] if own else [f"{given}: no layer has routed heads; leave it out"]
 
 

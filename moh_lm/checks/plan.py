@@ -42,7 +42,7 @@ def plan_warnings(config, dataset):
     if dataset is None:
         yield f"--data-dir {config.data.data_dir}: does not exist; a run needs it"
         return
-    rows = dataset.plan(iterations * config.run.global_batch_size)
+    rows = dataset.plan(config.run.samples_after(iterations))
     often = [f"{row['name']} {row['epochs']:,.0f}" for row in rows if row["epochs"] > REPEATED]
     if often:
         yield (

@@ -4,12 +4,13 @@ import importlib.util
 import math
 import os
 import shutil
+from contextlib import suppress
 
 import torch
 
 from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below, between
-from moh_lm.config import OptimizerConfig, RunConfig, flag
+from moh_lm.config import FUSED, OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
 
@@ -125,6 +126,7 @@ def decay_mix_problems(config):
 
 def run_problems(run):
     found = base_problems(run) + below(run, 1, "seq_length", "sample_tokens") + below(run, 0, "eval_samples")
+    found += batch_warmup_problems(run)
     if run.train_iters is None:
         if run.train_tokens is None:
             found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
@@ -161,9 +163,24 @@ def profile_problems(run):
 
 def kernel_problems(config):
     """Kernels asked for that no program here could compile."""
-    if config.run.fused_loss and importlib.util.find_spec("triton") is None:
-        return ["--fused-loss: the package triton is not installed; install it, or leave the flag out"]
-    return []
+    asked = [name for name in ("fused_loss", "fused_router") if getattr(config.run, name)]
+    if asked and importlib.util.find_spec("triton") is None:
+        return [f"{flag(asked[0])}: the package triton is not installed; install it, or leave the flag out"]
+    return fused_router_problems(config.model.heads) if config.run.fused_router else []
+
+
+def fused_router_problems(heads):
+    """Name what the kernels of --fused-router do not compute."""
+    refused = {
+        "--head-selection": heads.head_selection != "mixture" and heads.head_selection,
+        "--routing": heads.routing not in FUSED and heads.routing,
+        "--routing-top-p": heads.routing_top_p,
+        "--routing-dtype": heads.routing_dtype == "bf16" and heads.routing_dtype,
+        "--router-z-loss": heads.router_z_loss,
+        "--router-gumbel-noise": heads.router_gumbel_noise,
+    }
+    return [f"--fused-router: its kernels do not compute {name} {value}; leave one of the two out"
+            for name, value in refused.items() if value]  # fmt: skip
 
 
 def backend_problems(config):
@@ -194,6 +211,20 @@ def backend_problems(config):
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
     return found
+
+
+def batch_warmup_problems(run):
+    """What is wrong with --batch-warmup."""
+    batch = tokens = 0
+    with suppress(ValueError):
+        batch, tokens = run.first_batches
+    sound = 0 < batch < run.batch_tokens and tokens > 0 and batch % max(1, run.seq_length) == 0
+    if sound or not run.batch_warmup:
+        return []
+    return [
+        f"--batch-warmup {run.batch_warmup}: write BATCH:TOKENS, such as 512K:10B, with a BATCH below --batch-tokens "
+        f"{run.batch_tokens} that is a multiple of --seq-length {run.seq_length}"
+    ]
 
 
 def warmup_problems(config):

@@ -53,6 +53,12 @@ class HeadsConfig:
         "whether a routed head attends to all tokens or only to those that selected it",
         choices=("all", "selected"),
     )
+    routed_positions: str = text_option(
+        "text",
+        "position of a token in a routed head, for --routed-keys selected: its place in the text, or among the tokens "
+        "that selected the head",
+        choices=("text", "head"),
+    )
     routing_dtype: str = text_option(
         "fp32",
         "precision in which scores are ranked; bf16 reproduces MoH-LLaMA3, where torch.topk breaks ties",
@@ -133,6 +139,7 @@ class HeadsOfLayers:
 BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # of HeadsConfig: a number for each layer
 TWO_STAGE = ("paper", "paper_scaled", "released")  # forms of routing with a1 and a2
 GATED = ("sigmoid", "softplus")  # those that --head-selection gated may have
+FUSED = ("sigmoid", "paper", "paper_scaled", "released")  # those that --fused-router computes
 SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: implied by the budgets of the layers
 TRAINING_ONLY = (  # of HeadsConfig: without effect on the trained function
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",

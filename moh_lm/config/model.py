@@ -173,3 +173,8 @@ class ModelConfig(HeadsOfLayers):
         if heads.head_selection != "mixture" or heads.routed_keys != "selected":
             return False
         return heads.num_shared_heads[layer] < self.of_layer(layer).num_attention_heads
+
+    def own_positions(self, layer):
+        """Whether rotary positions in ``layer`` count the tokens of each head."""
+        counted = self.heads.routed_positions == "head" and self.position[layer] == "rotary"
+        return counted and self.own_keys(layer)

@@ -165,7 +165,7 @@ def run_values(run):
     """Return {field: value} of a ``RunConfig``'s budget, in iterations and in tokens, each from the other."""
     iterations, tokens = run.train_iters, run.train_tokens
     if iterations is None and tokens is not None and run.tokens_per_iteration > 0:
-        iterations = math.ceil(tokens / run.tokens_per_iteration)
+        iterations = run.iterations(math.ceil(tokens / run.seq_length))
     if tokens is None and iterations is not None:
-        tokens = iterations * run.tokens_per_iteration
+        tokens = run.samples_after(iterations) * run.seq_length
     return {"train_iters": iterations, "train_tokens": tokens}

@@ -137,6 +137,25 @@ class RunBase:
     compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")
 
     @property
+    def stages(self):
+        """[(iterations before it, samples before it, samples of an iteration)] of each size of the global batch."""
+        return [(0, 0, self.global_batch_size)]
+
+    def samples_after(self, steps):
+        """Samples of the first ``steps`` iterations."""
+        first, before, size = next(stage for stage in reversed(self.stages) if stage[0] <= max(0, steps))
+        return before + (steps - first) * size
+
+    def batch_at(self, samples):
+        """Samples of the iteration that begins after so many samples."""
+        return next(size for _, before, size in reversed(self.stages) if before <= samples)
+
+    def iterations(self, samples):
+        """Iterations that together have at least ``samples``."""
+        first, before, size = next(stage for stage in reversed(self.stages) if stage[1] <= samples)
+        return first + math.ceil((samples - before) / size)
+
+    @property
     def profiled_steps(self):
         """Return the steps of --profile as a range, empty without it. Raises ValueError."""
         first, _, last = self.profile.partition(":")

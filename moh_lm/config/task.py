@@ -54,15 +54,17 @@ class TaskConfig:
         """Return the first sample that is read with a new data mix; None if the mix never changes."""
         return None
 
-    @property
-    def tokens_per_iteration(self):
-        return self.run.global_batch_size * self.seq_length
-
     def data_parallel_size(self, world_size):
         return world_size // self.parallel.ranks_of_a_sequence()
 
-    def gradient_accumulation_steps(self, world_size):
-        return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
+    def tokens_after(self, steps):
+        """Tokens of the first ``steps`` iterations."""
+        return self.run.samples_after(steps) * self.seq_length
+
+    def gradient_accumulation_steps(self, world_size, samples=None):
+        """Micro-batches of a rank in the iteration after so many samples; by default in one with the whole batch."""
+        batch = self.run.global_batch_size if samples is None else self.run.batch_at(samples)
+        return batch // (self.run.micro_batch_size * self.data_parallel_size(world_size))
 
     def to_dict(self):
         """Return every field under its own name, without sections: the content of config.json."""

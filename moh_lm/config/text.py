@@ -1,5 +1,6 @@
 """The configuration of a language model: its data, its batch and budget, and the whole run."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from moh_lm.config.fields import as_tuples, build, option
@@ -8,6 +9,7 @@ from moh_lm.config.presets import SIZES, preset
 from moh_lm.config.resolve import run_values, spread_over_ranks
 from moh_lm.config.run import RunBase
 from moh_lm.config.task import UNNAMED, TaskConfig
+from moh_lm.units import quantity
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class RunConfig(RunBase):
     batch_tokens: int = option(
         4 * 2**20, "tokens per iteration over all ranks; K, M, G are powers of 1024", binary=True
     )
+    batch_warmup: str = option(
+        "",
+        "begin with batches of BATCH tokens, twice as large each time until they are whole after TOKENS tokens; sizes "
+        "as for --batch-tokens and --train-tokens",
+        metavar="BATCH:TOKENS",
+    )
     train_tokens: int | None = option(
         None,
         "training budget in tokens, rounded up to whole iterations; K, M, B, T are powers of 1000",
@@ -81,6 +89,7 @@ class RunConfig(RunBase):
     )
 
     fused_loss: bool = option(False, "compute loss and logit gradients with Triton kernels; they need a GPU")
+    fused_router: bool = option(False, "compute routers and gates with Triton kernels; they need a GPU")
 
     @property
     def global_batch_size(self):
@@ -92,8 +101,31 @@ class RunConfig(RunBase):
         return self.global_batch_size * self.seq_length
 
     @property
+    def first_batches(self):
+        """(tokens of the first batch, tokens before the first whole one) of --batch-warmup. Raises ValueError."""
+        batch, _, tokens = self.batch_warmup.partition(":")
+        return quantity(1024)(batch), quantity(1000)(tokens)
+
+    @property
+    def stages(self):
+        try:
+            batch, tokens = self.first_batches
+            size = batch // self.seq_length
+            doublings = doublings_between(size, self.global_batch_size)
+        except (ValueError, ZeroDivisionError):  # there is none, or moh_lm.checks refuses it
+            return super().stages
+        found = [(0, 0, size)]
+        for number in range(1, doublings + 1):
+            first, before, last = found[-1]
+            begins = -(-tokens * number // (doublings * self.seq_length))
+            steps = max(0, math.ceil((begins - before) / last))
+            found.append((first + steps, before + steps * last, min(self.global_batch_size, size << number)))
+        return found
+
+    @property
     def batch_given(self):
-        return f"--batch-tokens {self.batch_tokens}"
+        warmup = f" with --batch-warmup {self.batch_warmup}" if self.batch_warmup else ""
+        return f"--batch-tokens {self.batch_tokens}{warmup}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +157,8 @@ class Config(TaskConfig):
         if not self.data.seq_length_warmup:
             return whole
         length, iterations = self.data.length_warmup
-        doublings = (-(-whole // length) - 1).bit_length()
-        done = samples * doublings // (iterations * self.run.global_batch_size)
+        doublings = doublings_between(length, whole)
+        done = samples * doublings // self.run.samples_after(iterations)
         return min(whole, length << min(done, doublings))
 
     @property
@@ -150,7 +182,7 @@ class Config(TaskConfig):
         if not self.data.decay_mix or self.optimizer.schedule != "wsd" or self.run.train_iters is None:
             return None
         stable = self.run.train_iters - self.optimizer.decay(self.run.train_iters)
-        return stable * self.run.global_batch_size
+        return self.run.samples_after(stable)
 
     @classmethod
     def from_dict(cls, values):
@@ -166,3 +198,8 @@ class Config(TaskConfig):
         if run.window_strategy == "sequence" and not any(model.window):
             model = replace(model, window=(self.half_window(),))
         return replace(self, model=model, run=run)
+
+
+def doublings_between(first, last):
+    """How often a number that begins with ``first`` doubles until it is at least ``last``."""
+    return (math.ceil(last / first) - 1).bit_length()

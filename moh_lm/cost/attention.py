@@ -8,6 +8,8 @@ Sizes: d hidden size, e head dimension, h query heads, k key/value heads, r = h 
 
 import math
 
+import numpy as np
+
 from moh_lm.kernels.masks import mean_keys
 from moh_lm.kernels.selected_keys import marked_features
 from moh_lm.model.gates import FORMS, form_of
@@ -102,8 +104,9 @@ def attention_activation_bytes(config, width, tp, counted=0):
 
     These are the gathered input and this rank's queries, keys, values, context and gated context. Some settings add to
     them: query norms in fp32; inputs and outputs of --qk-norm; marks (selected_keys.py), averaged over the layers;
-    padding of latent values and of heads of several widths; element gates. counted: number of keys whose positions CoPE
-    counts, which keeps seven numbers for each score and the inputs of its products.
+    padding of latent values and of heads of several widths; element gates; cos and sin of positions in heads. Heads in
+    groups keep queries and context of the chosen ones, and a copy of all where a group has several. counted: number of
+    keys whose positions CoPE counts, which keeps seven numbers for each score and the inputs of its products.
     """
     d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
     by_queries = config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries
@@ -116,7 +119,11 @@ def attention_activation_bytes(config, width, tp, counted=0):
     gated = config.heads.head_selection != "all"
     keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``HeadPartition.kv_replication``
     marks = sum(map(config.own_keys, range(config.num_layers))) / config.num_layers * marked_features(e, h // k)
-    heads = width * ((2 * h + 2 * keys) * (e + marks) + gated * h * e) + by_queries * 4 * h * e
+    active = [config.active_heads(layer) for layer in range(config.num_layers)] if config.chooses_in_groups else [h]
+    asked, placed = np.mean(active), config.chooses_in_groups * np.mean(np.array(active) > k)
+    counting = np.mean([config.own_positions(layer) for layer in range(config.num_layers)])
+    heads = width * ((2 * asked + 2 * keys) * (e + marks) + (gated + placed + 2 * counting) * h * e)
+    heads += by_queries * 4 * h * e
     heads += config.element_gates * 3 * width * h * e
     heads += config.qk_norm * (4 + width) * (h + k) * e
     if counted:

@@ -75,7 +75,7 @@ def routing_facts(model):
     if model.chooses_in_groups:
         yield f"inside key/value groups of {model.queries_per_key}"
     if heads.routed_keys == "selected":
-        yield "own keys and values"
+        yield "own keys and values" + ", counted head by head" * (heads.routed_positions == "head")
     if heads.routing_dtype != "fp32":
         yield f"ranked in {heads.routing_dtype}"
     if heads.routing_top_p is not None:

@@ -92,7 +92,7 @@ def stage_memory(config, world_size):
                 "gradients": 4 * trained / (dp if parallel.zero_stage > 1 else 1) + bucket,
                 "optimizer": 0 if parallel.offload_optimizer else (3 * 4 * trained - 4 * of_muon) / dp,
                 "activations": kept,
-                "loss": is_last * loss_bytes(model, width, tokens, tp),
+                "loss": is_last * loss_bytes(model, width, tokens, tp, run.fused_loss),
             }
         )
         if parallel.zero_stage == 3:
@@ -137,12 +137,14 @@ def stage_shares(model, seq_length, num_stages):
     return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
 
 
-def loss_bytes(model, width, tokens, tp):
+def loss_bytes(model, width, tokens, tp, fused=False):
     """Return the peak bytes of output head and loss on one rank; see moh_lm.parallel.cross_entropy.
 
-    They are the logits of a chunk in fp32 and in the model's precision, and the gradients of hidden states and weight.
+    They are the logits of a chunk in the model's precision and, unless the loss is ``fused``, in fp32; and gradients of
+    hidden states and weight. A fused loss has its peak where a second product joins the gradient of the weight.
     """
     rows = model.vocab_size / tp
     chunk = min(CHUNK_BYTES, 4 * tokens * rows)
-    gradients = model.hidden_size * (tokens * width + rows * (4 + width))
-    return chunk * (1.5 if width < 4 else 1) + gradients
+    copied = width < 4  # logits to fp32, or if fused the first product
+    gradients = model.hidden_size * (tokens * width + rows * (4 + width * (1 + (copied and fused))))
+    return chunk * (width / 4 + (copied and not fused)) + gradients

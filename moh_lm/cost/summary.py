@@ -6,12 +6,12 @@ from itertools import groupby
 import torch
 
 from moh_lm.build import layer_backends
-from moh_lm.config import walk
+from moh_lm.config import BUDGETS, walk
 from moh_lm.cost import description
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
-from moh_lm.cost.time import assumptions, step_seconds
+from moh_lm.cost.time import against_dense, assumptions, step_seconds
 from moh_lm.kernels.measured import machine, measurement
 from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
@@ -32,6 +32,7 @@ def describe_run(config, dataset, world_size, device=None):
         f"cache      {describe_cache(config.model, config.run.seq_length, 2 if config.run.precision == 'bf16' else 4)}",
         f"FLOPs      {describe_flops(config)}",
         f"time       {describe_time(config, world_size, device)}",
+        *describe_gain(config, device),
     ]
     return list(map(wrapped, lines))
 
@@ -124,9 +125,12 @@ def describe_batches(config):
     run, optimizer = config.run, config.optimizer
     yield f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens"
     yield (
-        f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens; "
+        f"budget     {run.train_iters:,} iterations = {config.tokens_after(run.train_iters):,} tokens; "
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
+    if run.batch_warmup:
+        sizes = {size: first for first, _, size in run.stages}  # of two that begin together, the larger one
+        yield "batches    " + ", ".join(f"{size} from step {first:,}" for size, first in sizes.items())
     if config.data.seq_length_warmup:
         yield describe_lengths(config)
 
@@ -135,7 +139,7 @@ def describe_lengths(config):
     """Return the lengths of --seq-length-warmup and the steps at which they start."""
     steps = {}
     for step in range(config.data.length_warmup[1] + 1):
-        steps.setdefault(config.length_at(step * config.run.global_batch_size), step)
+        steps.setdefault(config.length_at(config.run.samples_after(step)), step)
     return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for length, step in steps.items())
 
 
@@ -157,7 +161,7 @@ def describe_data(config, dataset):
     if dataset is None:
         yield f"data       {config.data.data_dir}, which does not exist yet"
         return
-    rows = dataset.plan(config.run.train_iters * config.run.global_batch_size)
+    rows = dataset.plan(config.run.samples_after(config.run.train_iters))
     yield f"data       {config.data.data_dir}"
     width = max(len("source"), *(len(row["name"]) for row in rows))
     yield f"  {'source':<{width}}  {'share':>7}  {'tokens':>9}  {'samples':>11}  {'epochs':>8}  {'held-out':>8}"
@@ -199,23 +203,44 @@ def describe_flops(config):
     flops, run = flops_per_token(config.model, config.run.seq_length), config.run
     most = "" if config.model.heads.routing_top_p is None else "at most "
     dense, active = (f"{flops[kind]:.3e}" for kind in ("dense", "active"))
-    tokens = (run.train_iters or 0) * run.tokens_per_iteration
+    tokens = config.tokens_after(run.train_iters or 0)
     whole = f"; {flops['dense'] * tokens:.3g} for the whole run" if tokens else ""
     return f"{dense} per token with all heads, {most}{active} with the active ones{whole}"
 
 
 def describe_time(config, world_size, device=None):
     """Estimate the time and cost of the run, with the assumptions. device: by default the one in this machine."""
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = peak_flops(config.run, here)
-    if device and config.run.peak_tflops is None and config.run.precision == "bf16":
-        peak = device.tflops * 1e12
+    peak = known_peak(config.run, device)
     if not peak:
         return "unknown; give --peak-tflops or --device-name for an estimate, or compare layouts with tools/plan.py"
     there = Machine(world_size, peak / 1e12)
-    seconds = config.run.train_iters * sum(step_seconds(config, there).values())
+    whole = config.run.samples_after(config.run.train_iters) / config.run.global_batch_size
+    seconds = whole * sum(step_seconds(config, there).values())
     devices = f"on {world_size} device{'s' * (world_size > 1)}"
     return f"{describe_cost(config.run, seconds, world_size)} {devices}; {assumptions(there)}"
+
+
+def known_peak(run, device):
+    """Return the FLOP/s of ``device``, or of the one here; None if they are not known."""
+    if device and run.peak_tflops is None and run.precision == "bf16":
+        return device.tflops * 1e12
+    return peak_flops(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def describe_gain(config, device=None):
+    """Say what the mixture saves or costs on a GPU at this length, by which source, and what would save more."""
+    model, length, peak = config.model, config.run.seq_length, known_peak(config.run, device)
+    if not peak or not model.routed_layers():
+        return
+    whole = sum(model.of_layer(layer).num_attention_heads for layer in range(model.num_layers))
+    shared, active = (sum(numbers) / whole for numbers in (getattr(model.heads, name) for name in BUDGETS))
+    shares = ((shared, None), (shared, active), (1 / 8, 1 / 8))
+    dense, sparse, quarter = (against_dense(model, length, Machine(1, peak / 1e12), *pair) for pair in shares)
+    yield (
+        f"MoH        at {length:,} tokens a step takes about {dense:.2f} of the time of a dense one if it computes all "
+        f"heads, {sparse:.2f} if only the selected ones, and {quarter:.2f} with a quarter of the heads; estimated "
+        "from layers on one H200 (docs/results.md), without the time of the host"
+    )
 
 
 def describe_cost(run, seconds, world_size):

@@ -15,10 +15,10 @@ from moh_lm.data.training_data import TrainingData
 
 
 class Dataset(TrainingData):
-    """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
+    """The sources of a run and their mixture, made by ``Dataset.open``. notes: remarks for the user.
 
-    ``segments``: what the run has read up to now (segments.py); by default nothing. ``decay``: the first sample and the
-    mixture of the decay, or None. ``num_pieces``: pieces of the tokenizer, None if unknown.
+    segments: what the run has read so far (segments.py). decay: the first sample and the mixture of the decay, or None.
+    num_pieces: pieces of the tokenizer, None if unknown.
     """
 
     num_pieces: int | None = None
@@ -45,10 +45,8 @@ class Dataset(TrainingData):
     def open(
         cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decay_begins: int | None = None
     ) -> "Dataset":
-        """Open the sources of ``data.data_mix``, or all of the directory. Raises ConfigError with every problem.
-
-        decay_begins: the first sample of ``data.decay_mix``; None: there is no such sample.
-        """
+        """Open the sources of ``data.data_mix``, or of the whole directory. Raises ConfigError with every problem.
+        decay_begins: the first sample of ``data.decay_mix``, or None."""
         problems = data_problems(data)
         raise_any(problems)
         try:
@@ -108,17 +106,17 @@ class Dataset(TrainingData):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each source in the mix; if that changes with the decay, the smaller one."""
+        """The share of each source in the mix; if the decay changes it, the smaller one."""
         first, second = self.mixture.shares(), (self.decay[1] if self.decay else self.mixture).shares()
         return {name: min(first[name], second[name]) for name in first}
 
     def mixture_of(self, sample: int) -> Mixture:
-        """The mixture to which sample number ``sample`` belongs; for -1, the mixture with which a run begins."""
+        """Return the mixture of sample number ``sample``; for -1, the mixture with which a run starts."""
         return self.decay[1] if self.decay and sample >= self.decay[0] else self.mixture
 
     def rows(self, samples) -> tuple[np.ndarray, list[list[Piece]]]:
-        """Numbers of samples [n] of one mixture -> their sources, int64 [n], and the pieces of the source's training
-        stream that each of them is made of. The beginnings of documents are known of packed rows only."""
+        """Map sample numbers [n] of one mixture to their sources, int64 [n], and the pieces of the training stream that
+        each consists of. Only packed rows know where documents begin."""
         source, epoch, position = self.mixture_of(int(samples[0])).locate(samples)
         places = zip(source.tolist(), epoch.tolist(), position.tolist(), strict=True)
         if self.packer:
@@ -126,16 +124,16 @@ class Dataset(TrainingData):
         return source, [[Piece(first, self.mixture.seq_length)] for _, _, first in places]
 
     def tokens_read(self, samples: int) -> int:
-        """Tokens of the first ``samples`` samples, whose --seq-length may have changed on the way."""
+        """Return the tokens of the first ``samples`` samples, whose --seq-length may have changed."""
         return tokens_read(self.segments, samples, self.mixture.seq_length)
 
     def bytes_per_token(self) -> dict[str, float | None]:
         return {source.name: source.bytes_per_token for source in self.sources}
 
     def plan(self, num_samples: int) -> list[dict]:
-        """What the first ``num_samples`` samples take from each source, with the source's own size.
+        """Return what the first ``num_samples`` samples take from each source, with the size of the source.
 
-        After a change of data ``samples`` and ``epochs`` count only what is read of the source in its present form.
+        After a change of data, ``samples`` and ``epochs`` count only what is read from the source in its present form.
         """
         mixture = self.mixture
         counts = self.mixture_of(num_samples).counts(num_samples)
@@ -157,7 +155,7 @@ class Dataset(TrainingData):
         ]
 
     def fingerprint(self, mixture: Mixture | None = None) -> dict:
-        """What determines the sequence of samples of a mixture: equal if and only if the sequences are."""
+        """Return what determines the sequence of a mixture's samples: equal if and only if the sequences are."""
         mixture = mixture or self.mixture
         weights = {name: w for name, w in zip(mixture.names, mixture.weights.tolist(), strict=True) if w}
         return {
@@ -170,15 +168,12 @@ class Dataset(TrainingData):
         }
 
     def consumed(self, segments: list[dict], samples: int) -> dict[str, int]:
-        """Windows of every source, in the mix or not, among the first ``samples`` of a run."""
+        """Return the windows of every source, in the mix or not, among the first ``samples`` of a run."""
         shards = {**self.fingerprint(), "shards": {source.name: source.identity() for source in self.sources}}
         return {name: windows_read(segments, samples, name, shards) for name in self.source_names}
 
     def state(self, consumed_samples: int = 0) -> dict:
-        """What the checkpoint of a run keeps after ``consumed_samples`` samples, JSON-able.
-
-        It holds the segments of the run, and the shards by name and content.
-        """
+        """Return what a checkpoint keeps: the segments of the run, and the shards by name and content. JSON-able."""
         segments, newest = self.segments, self.mixture_of(consumed_samples - 1)
         if newest is not self.mixture:
             segments = next_segments(segments, self.fingerprint(newest), newest.first_sample)
@@ -189,10 +184,8 @@ class Dataset(TrainingData):
         return {"segments": segments, "units": units}
 
     def changes(self, state: dict, consumed_samples: int = 0) -> list[str]:
-        """One sentence for each difference between this dataset and that of a checkpoint; empty if there is none.
-
-        consumed_samples: samples that the run had read at the checkpoint.
-        """
+        """Return a sentence for each difference between this dataset and that of a checkpoint with
+        ``consumed_samples``."""
         newest, before = self.mixture_of(consumed_samples - 1), state["segments"][-1]
         if self.decay and newest is self.mixture:
             begins, later = self.decay
@@ -206,10 +199,10 @@ class Dataset(TrainingData):
         return found
 
     def continue_from(self, state: dict, consumed_samples: int) -> "Dataset":
-        """This dataset for a run that has read ``consumed_samples`` samples, as the ``state`` of its checkpoint says.
+        """Return this dataset for a run whose checkpoint has this ``state`` after ``consumed_samples`` samples.
 
-        If nothing has changed, sample n stays what it was. Otherwise a new segment begins here: sources whose shards
-        are the same continue where they were, and the others start from their first window.
+        If nothing has changed, sample n stays the same. Otherwise a new segment starts: sources with the same shards
+        continue where they were, and the others start from their first window.
         """
         newest = self.mixture_of(consumed_samples - 1)
         segments = next_segments(state["segments"], self.fingerprint(newest), consumed_samples)
@@ -221,7 +214,7 @@ class Dataset(TrainingData):
 
 
 def bytes_per_token(units):
-    """Bytes of text per token, from the manifest's entries of a source's shards; None unless all of them have it."""
+    """Return a source's bytes of text per token, from the manifest; None unless all shards record it."""
     sizes = [(entry.get("text_bytes"), entry["tokens"]) for entry in units]
     if any(text_bytes is None for text_bytes, _ in sizes) or not sum(tokens for _, tokens in sizes):
         return None
@@ -229,7 +222,7 @@ def bytes_per_token(units):
 
 
 def unknown_sources(given, names, present):
-    """A sentence if some of the ``names`` are not sources; it lists the sources that exist."""
+    """Return a sentence with the existing sources if some ``names`` are not sources."""
     unknown = [name for name in names if name not in present]
     near = [close for name in unknown for close in difflib.get_close_matches(name, present, n=1)]
     remedy = f"did you mean {', '.join(dict.fromkeys(near))}?" if near else "choose among these"
@@ -238,7 +231,7 @@ def unknown_sources(given, names, present):
 
 
 def vocabulary_problems(sources, vocab_size, tokenizer):
-    """A model needs an embedding for every id of its data, and for every piece of the tokenizer it is used with."""
+    """Check that the model has an embedding for every id of its data and for every piece of its tokenizer."""
     largest = {source.name: max(shard.largest_id for shard in source.shards) for source in sources}
     needed = max([tokenizer.get("vocab_size", 0), *(largest_id + 1 for largest_id in largest.values())])
     if vocab_size >= needed:

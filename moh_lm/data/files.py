@@ -1,11 +1,11 @@
-"""Files that exist in full or not at all, and bytes that are checked whenever they are read.
+"""Files that exist completely or not at all, and whose bytes are checked whenever they are read.
 
 A sidecar describes a file by its size, its SHA-256, and the CRC-32 of every block of 64 KiB, eight hexadecimal digits
 each. A reader of a range reads the whole blocks around it and compares their sums. A byte that changed on the disk is
 therefore found before it is used, and the error names its file and block.
 
-Sidecars and manifests are sealed: their last entry, ``sha256``, is the hash of the file as it would be without it.
-Files of version 2 have no seal.
+Sidecars and manifests are sealed: their last entry, ``sha256``, is the hash of the file without it. Version 2 has no
+seal.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def beside(prefix: str | Path, suffix: str) -> Path:
 
 
 class Description:
-    """Takes the bytes of a file piece by piece; ``facts`` is what the sidecar says of them."""
+    """Takes the bytes of a file piece by piece; ``facts`` is what the sidecar records about them."""
 
     def __init__(self, data: bytes = b""):
         self.num_bytes = 0
@@ -69,7 +69,7 @@ class Description:
 
 
 def publish(path: Path, data: bytes):
-    """Write ``data`` to ``path`` so that after a crash the file has its new content in full, or its old one."""
+    """Write ``data`` to ``path`` such that after a crash the file has either its new or its old content, in full."""
     temporary = temporary_name(path)
     temporary.unlink(missing_ok=True)  # of a process of that number that was killed
     try:
@@ -106,7 +106,7 @@ def json_bytes(value) -> bytes:
 
 
 def seal(text: bytes) -> bytes:
-    """The ``json_bytes`` of an object with their hash added as the last entry."""
+    """Return the ``json_bytes`` of an object with their hash added as the last entry."""
     return text.removesuffix(b"\n}\n") + seal_line(hashlib.sha256(text).hexdigest())
 
 
@@ -116,7 +116,7 @@ def seal_line(digest: str) -> bytes:
 
 @contextmanager
 def opened(path: str | Path):
-    """The open file; whatever the system refuses becomes a ShardError that names it."""
+    """Open a file; a ShardError that names it replaces errors of the system."""
     try:
         with open(path, "rb") as file:
             yield file
@@ -125,12 +125,12 @@ def opened(path: str | Path):
 
 
 def read_json(path: Path):
-    """The value of a JSON file. Raises OSError, and ValueError if it is not JSON."""
+    """Return the value of a JSON file. Raises OSError, and ValueError if it is not JSON."""
     return parse_json(path.read_bytes())
 
 
 def read_facts(path: Path) -> dict:
-    """The object of a sidecar or manifest, without its seal. Raises ShardError if it is damaged or not an object."""
+    """Return the object in a sidecar or manifest without its seal. Raises ShardError if it is damaged."""
     with opened(path) as file:
         data = file.read()
     try:
@@ -155,7 +155,7 @@ def check_facts(path: Path, facts, expected: dict, where: str = ""):
 
 
 def block_sums(facts: dict) -> array:
-    """The CRC-32 of each block, uint32, from what a sidecar says of a file."""
+    """Return the CRC-32 of each block, uint32, from a file's facts in its sidecar."""
     sums = array("I", bytes.fromhex(facts["crc32"]))
     if sys.byteorder == "little":  # the digits of a number begin with the largest
         sums.byteswap()
@@ -163,9 +163,8 @@ def block_sums(facts: dict) -> array:
 
 
 def read_range(file: BinaryIO, start: int, stop: int, sums: array | None) -> memoryview:
-    """Bytes ``start`` to ``stop`` - 1 of an open file. Raises ShardError if the file ends earlier, or if the CRC-32 of
-    a block differs from ``sums``; with None nothing is compared.
-    """
+    """Return bytes ``start`` to ``stop`` - 1 of an open file. Raises ShardError if the file ends earlier or the CRC-32
+    of a block differs from ``sums``; None: nothing is compared."""
     first, last = (start // BLOCK, -(-stop // BLOCK)) if sums is not None else (0, 0)
     low, high = (first * BLOCK, last * BLOCK) if sums is not None else (start, stop)
     file.seek(low)
@@ -182,9 +181,10 @@ def damaged_block(path, number) -> str:
     return f"{path}: block {number}, from byte {number * BLOCK} on, is damaged: its CRC-32 is not that of the sidecar"
 
 
-def sha256_of(path: str | Path) -> str:
+def sha256_of(path: str | Path, open_file=None) -> str:
+    """open_file: what opens the path for reading bytes, if it is no path of this machine."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_file(path) if open_file else open(path, "rb") as file:
         while data := file.read(CHUNK):
             digest.update(data)
     return digest.hexdigest()

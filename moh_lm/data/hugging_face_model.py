@@ -90,23 +90,26 @@ class HuggingFaceModel:
         return self.bos
 
     def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
-        """The ids of ``text``, uint32 [tokens]."""
+        """Return the ids of ``text``, uint32 [tokens]."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # without the places in the text
+        return [np.array(encoding.ids, np.uint32) for encoding in found]
+
     def decode(self, ids: list[int]) -> str:
-        """The text of ``ids``, special tokens left out."""
+        """Return the text of ``ids`` without special tokens."""
         return self.tokenizer.decode(ids)
 
 
 def is_control(token: str, named: set[str], template: str) -> bool:
-    """Whether an added token is a control token: by its name in ``named``, by its form, or because a chat template has
-    it in brackets."""
+    """Return whether an added token is a control token: by ``named``, its form, or the chat template."""
     in_template = IN_BRACKETS.fullmatch(token) and token in template
     return token in named or bool(CONTROL.fullmatch(token) or in_template)
 
 
 def named_tokens(config: dict) -> set[str | None]:
-    """The special tokens that tokenizer_config.json or special_tokens_map.json names."""
+    """Return the special tokens that tokenizer_config.json or special_tokens_map.json names."""
     found = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(key) or []
@@ -117,7 +120,7 @@ def named_tokens(config: dict) -> set[str | None]:
 
 
 def text_of(token: object) -> str | None:
-    """The text of a token as a configuration has it: a string, or an object with its ``content``."""
+    """Return the text of a token in a configuration: a string, or an object with its ``content``."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
@@ -132,8 +135,7 @@ def optional_json(path: Path) -> dict:
 
 
 def ends_of_model(directory: str | Path) -> list[int]:
-    """The ids that end a text of the model in a directory, each once; empty if there is no model. Raises
-    ConfigError."""
+    """Return the ids that end a text of the model in a directory, without repetitions. Raises ConfigError."""
     found = []
     for path in (Path(directory, name) for name in ("config.json", "generation_config.json")):
         try:

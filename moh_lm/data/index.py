@@ -38,12 +38,12 @@ class Counts(NamedTuple):
 
 
 def token_code(vocab_size: int) -> int:
-    """The dtype code of the index: uint16 holds the ids 0..65,535 of exactly 65,536 pieces."""
+    """Return the dtype code of the index: uint16 holds the ids 0..65,535 of exactly 65,536 pieces."""
     return 8 if vocab_size <= 2**16 else 4
 
 
 def index_bytes(lengths: np.ndarray, code: int) -> bytes:
-    """The index of documents of ``lengths`` tokens, int32 [n]."""
+    """Return the index of documents of ``lengths`` tokens, int32 [n]."""
     ends = np.cumsum(lengths, dtype="<i8") * np.dtype(DTYPES[code]).itemsize
     pointers = np.concatenate([np.zeros(1, "<i8"), ends])[: len(lengths)]
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
@@ -51,8 +51,7 @@ def index_bytes(lengths: np.ndarray, code: int) -> bytes:
 
 
 def read_counts(file: BinaryIO) -> Counts:
-    """The counts in the header of an open index and in its last entries; raises ShardError if its size contradicts
-    them."""
+    """Return the counts in an open index. Raises ShardError if its size contradicts them."""
     header = file.read(HEADER.size)
     if len(header) < HEADER.size:
         raise ShardError(f"{file.name}: {len(header)} bytes are less than the header of an index")
@@ -75,10 +74,9 @@ def read_counts(file: BinaryIO) -> Counts:
 
 
 class DocumentStarts(Sequence):
-    """The first token of each document, in ascending order; an open index is read only where it is asked.
+    """The first token of each document, in ascending order; an open index is only read where needed.
 
-    ``sums``: CRC-32 of the blocks of the index, or None. Raises ShardError for entries that cannot be read or are
-    impossible.
+    sums: CRC-32 of the blocks of the index, or None. Raises ShardError for unreadable or impossible entries.
     """
 
     def __init__(self, file: BinaryIO, counts: Counts, sums: array | None):
@@ -102,7 +100,7 @@ class DocumentStarts(Sequence):
         return self.entry(self.pointers, sequence) // self.counts.dtype.itemsize
 
     def inside(self, first: int, end: int) -> list[int]:
-        """The document starts from token ``first`` to ``end`` - 1."""
+        """Return the document starts from token ``first`` to ``end`` - 1."""
         document, found = bisect_left(self, first, *self.bracket(first)), []
         while document < len(self) and (start := self[document]) < end:
             found.append(start)
@@ -110,13 +108,13 @@ class DocumentStarts(Sequence):
         return found
 
     def number(self, position: int) -> int:
-        """The number of the document that contains the token ``position``."""
+        """Return the number of the document that contains the token ``position``."""
         return max(0, bisect_right(self, position, *self.bracket(position)) - 1)
 
     def cut(self, fraction: float) -> int:
-        """The token position that cuts the shard: the tail from there on is held out.
+        """Return the token position from which the tail of the shard is held out.
 
-        This is the start of the document in which the last ``fraction`` of the tokens begins, or that very position if
+        It is the start of the document in which the last ``fraction`` of the tokens begins, or that very position if
         the whole document would more than double the tail.
         """
         tokens = self.counts.tokens
@@ -128,8 +126,7 @@ class DocumentStarts(Sequence):
         return start if tokens - start <= 2 * held_out else position
 
     def bracket(self, position):
-        """Bounds for a search: if possible, close to where ``position`` would be if all documents were of equal
-        length."""
+        """Return bounds for a search, close to where ``position`` would be if all documents were equally long."""
         guess = position * len(self) // max(1, self.counts.tokens)
         low, high = max(0, guess - NEAR), min(len(self), guess + NEAR)
         return (
@@ -138,7 +135,7 @@ class DocumentStarts(Sequence):
         )
 
     def entry(self, array, index):
-        """Number ``index`` of the int64 ``array`` of the file."""
+        """Return number ``index`` of the int64 ``array`` in the file."""
         number, at = divmod(array + 8 * index, BLOCK)
         data = self.block(number)[at : at + 8]
         if len(data) < 8:

@@ -1,12 +1,11 @@
-"""From samples to micro-batches: each rank's share of a step, read ahead of the training loop.
+"""Turns samples into micro-batches: each rank's share of a step, read ahead of the training loop.
 
     tokens      w_0 w_1 ... w_{S-1}      of a window w_0 ... w_S, or of the pieces of a packed row
     labels      w_1 w_2 ... w_S          with resets or packed, -100 where the next token begins another document
     positions   0 1 2 0 1 ...            with resets only: from 0 at the first token of each document and of the window,
                                          and of each part of it in a warm-up of the length
 
-With resets a document neither sees nor predicts another: its last token, which would have to guess how an unrelated
-text begins, has no label.
+With resets a document neither sees nor predicts another, so its last token has no label.
 """
 
 from collections import deque
@@ -34,19 +33,19 @@ class MicroBatch(NamedTuple):
 class Loader:
     """The micro-batches of one data-parallel rank; ranks that differ only in other dimensions read the same.
 
-    reset_at_documents: give positions, and no label to the last token of a document. length_at: a function from
-    consumed samples to the length in tokens of the parts of a window that do not see each other; None: windows stay
-    whole. pin_memory: for GPUs, where copies from unpinned memory wait for earlier kernels. A thread reads ahead of the
-    step that was asked for; ``close`` ends it.
+    reset_at_documents: give positions, and no label to the last token of a document. length_at: maps consumed samples
+    to the length of the parts of a window that do not see each other; None: windows stay whole. batch_at: maps them to
+    the samples of the step; None: always ``global_batch_size``. pin_memory: for GPUs, where copies from unpinned memory
+    wait for earlier kernels. A thread reads ahead; ``close`` ends it.
     """
 
     def __init__(
         self, dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, data_parallel_rank: int,
-        data_parallel_size: int, reset_at_documents: bool = False, length_at=None, pin_memory: bool = False,
+        data_parallel_size: int, reset_at_documents: bool = False, length_at=None, batch_at=None,
+        pin_memory: bool = False,
     ):  # fmt: skip
         self.dataset = dataset
-        self.global_batch_size = global_batch_size
-        self.samples_per_step = global_batch_size // data_parallel_size  # of this rank
+        self.batch_at = batch_at or (lambda consumed_samples: global_batch_size)
         self.micro_batch_size = micro_batch_size
         self.rank = data_parallel_rank
         self.size = data_parallel_size
@@ -57,18 +56,17 @@ class Loader:
         self.ahead = deque()  # (consumed_samples, future) of the steps that are being read, in order
 
     def train_step(self, consumed_samples: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step whose first sample is number ``consumed_samples``.
+        """Return this rank's micro-batches of the step whose first sample is number ``consumed_samples``.
 
-        Rank r of R takes samples consumed + r B/R + [0, B/R) of a global batch of B, in order. Steps that are asked for
-        in order have been read ahead; in any other order the caller waits. Raises ShardError if a file is not as it was
-        written.
+        Rank r of R takes samples consumed + r B/R + [0, B/R) of a global batch of B, in order. Only consecutive steps
+        are read ahead. Raises ShardError if a file is damaged.
         """
         if self.ahead and self.ahead[0][0] != consumed_samples:
             self.forget()
-        following = self.ahead[-1][0] + self.global_batch_size if self.ahead else consumed_samples
         while len(self.ahead) <= AHEAD:
-            self.ahead.append((following, self.reader.submit(self.read_step, following)))
-            following += self.global_batch_size
+            newest = self.ahead[-1][0] if self.ahead else None
+            first = consumed_samples if newest is None else newest + self.batch_at(newest)
+            self.ahead.append((first, self.reader.submit(self.read_step, first)))
         return self.ahead.popleft()[1].result()
 
     def close(self):
@@ -81,15 +79,17 @@ class Loader:
             self.ahead.pop()[1].cancel()
 
     def read_step(self, consumed_samples):
-        first = consumed_samples + self.rank * self.samples_per_step
-        samples = np.arange(first, first + self.samples_per_step)
+        share = self.batch_at(consumed_samples) // self.size  # of this rank
+        first = consumed_samples + self.rank * share
+        samples = np.arange(first, first + share)
         source, rows = self.dataset.rows(samples)  # a decay begins between two steps
         streams = [entry.training for entry in self.dataset.sources]
         part = self.length_at(consumed_samples) if self.length_at else None
         return self.micro_batches(streams, source, rows, samples, part)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:
-        """This rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are fewer.
+        """Yield this rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are
+        fewer.
 
         Micro-batches are dealt to the ranks in turn; the last ones are filled up with sequences without labels.
         """
@@ -137,7 +137,7 @@ class Loader:
         ]
 
     def starts(self, stream, piece):
-        """Where after the first token of a piece a document begins: known of packed rows, and wanted with resets."""
+        """Return where documents begin after the first token of a piece, for packed rows and with resets."""
         if self.reset_at_documents and not piece.starts:
             return stream.document_starts(piece.first, piece.count + 1)
         return piece.starts

@@ -25,7 +25,7 @@ COUNTED = 32  # blocks of a source that ``counts`` looks at
 
 class Piece(NamedTuple):
     """``count`` tokens from position ``first`` on. starts: offsets, 1 to count, at which further documents begin;
-    ``count`` itself means that the last token ends a document."""
+    ``count`` means that the last token ends a document."""
 
     first: int
     count: int
@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """documents: number of documents in the examined blocks that would fit into a row. cut: how many of these are in
-    several rows. cut_by_windows: the same for --packing concatenate. tokens: tokens of all documents. apart: how many
-    of these are in another row than the beginning of their document, although it would fit into one."""
+    """documents: documents in the examined blocks that would fit into a row. cut: how many of these are in several
+    rows, and cut_by_windows with --packing concatenate. tokens: tokens of all documents. apart: how many of these are
+    in another row than the beginning of a document that would fit."""
 
     documents: int
     cut: int
@@ -53,26 +53,26 @@ class Packer:
         self.block = lru_cache(CACHED)(self.packed_block)
 
     def row(self, source, epoch, position):
-        """[``Piece``] of the row that replaces the window at ``position`` (``Mixture.locate``)."""
+        """Return the ``Piece``s of the row that replaces the window at ``position`` (``Mixture.locate``)."""
         phase = self.mixture.phase(source, epoch)
         number, place = divmod((position - phase) // self.mixture.seq_length, ROWS)
         return self.block(source, phase, number)[place]
 
     def packed_block(self, source, phase, number):
-        """The rows of a block. phase: where the first block begins."""
+        """Return the rows of a block. phase: where the first block begins."""
         first, starts, rows = self.documents(source, phase, number)
         packed = pack(starts, rows, self.mixture.seq_length)
         return [[piece._replace(first=first + piece.first) for piece in row] for row in packed]
 
     def documents(self, source, phase, number):
-        """(first token of a block, offsets at which documents begin in it, its rows)."""
+        """Return (first token of a block, offsets at which documents begin in it, its rows)."""
         length = self.mixture.seq_length
         rows = min(ROWS, int(self.mixture.windows[source]) - number * ROWS)
         first = phase + number * ROWS * length
         return first, self.streams[source].document_starts(first, rows * length + 1), rows
 
     def counts(self, source):
-        """``Counts`` of some blocks spread over the first epoch of a source."""
+        """Return the ``Counts`` of some blocks, spread over the first epoch of a source."""
         phase, blocks = self.mixture.phase(source, 0), -(-int(self.mixture.windows[source]) // ROWS)
         step = -(-blocks // COUNTED)
         found = []
@@ -83,8 +83,7 @@ class Packer:
 
 
     def describe(self, names):
-        """Lines about the documents that are cut in the sources of these names. Raises ConfigError if one of them is
-        damaged."""
+        """Return lines about cut documents in these sources. Raises ConfigError if one is damaged."""
         yield "packing    best_fit, without padding: documents that are cut though they would fit into a sequence"
         width = max(map(len, names))
         for source, name in enumerate(names):
@@ -133,7 +132,7 @@ def pack(starts, rows, length):
 
 
 def count_cuts(starts, rows, length):
-    """``Counts`` of a block, of the documents that begin in it."""
+    """Return the ``Counts`` of the documents that begin in a block."""
     total = rows * length
     row_of = {}  # {position where a piece begins: its row}
     for number, row in enumerate(pack(starts, rows, length)):
@@ -153,7 +152,7 @@ def count_cuts(starts, rows, length):
 
 
 def fill(packed, gaps, left):
-    """Cut the pieces that are ``left`` into the ``gaps`` of the rows, the largest ones first."""
+    """Cut the pieces that are ``left`` into the ``gaps`` of the rows, the largest first."""
     for first, count in left:
         while count:
             space, row = gaps.pop()

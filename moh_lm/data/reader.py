@@ -34,8 +34,8 @@ class Sums(NamedTuple):
 class Shard:
     """An opened shard. Its files are open only while they are read, so that there can be thousands.
 
-    A shard without a sidecar has no ``sidecar``, no ``largest_id`` and no ``content``, which is a hash of both files. A
-    shard from a manifest has no ``sidecar`` either, and no ``sums`` until it is first read.
+    Without a sidecar there is no ``largest_id`` and no ``content``, a hash of both files. A shard from a manifest has
+    no ``sidecar``, and no ``sums`` until it is first read.
     """
 
     prefix: str | Path
@@ -49,9 +49,7 @@ class Shard:
     sums: Sums | None = None
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """``count`` token ids from position ``first`` on, as stored. Raises ShardError unless all of them are there
-        and as they were written.
-        """
+        """Return ``count`` token ids from position ``first`` on. Raises ShardError if any is absent or damaged."""
         self.check_content()
         size = self.dtype.itemsize
         with files.opened(f"{self.prefix}.bin") as file:
@@ -60,7 +58,7 @@ class Shard:
 
     @contextmanager
     def document_starts(self) -> Iterator[DocumentStarts]:
-        """Where its documents begin, while its index is open. Raises ShardError, also from its use."""
+        """Yield where its documents begin, while its index is open. Raises ShardError, also later."""
         self.check_content()
         with files.opened(f"{self.prefix}.idx") as file:
             yield DocumentStarts(file, self.counts(), self.sums.idx)
@@ -69,7 +67,7 @@ class Shard:
         return Counts(self.dtype, self.num_sequences, self.num_documents, self.num_tokens)
 
     def check_content(self):
-        """At the first read of a shard out of a manifest: whether its files are those that the manifest describes."""
+        """At the first read, check that the files of a shard from a manifest are those that it describes."""
         if self.sums is not None:
             return
         shard = open_shard(self.prefix)
@@ -120,10 +118,10 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
 
 
 def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes: None) -> Iterator[str]:
-    """A sentence for each thing that is wrong with an opened shard, which is read in full.
+    """Return a sentence for each problem of an opened shard, after reading all of it.
 
-    Compares both files with the checksums of their sidecar, names damaged blocks, and checks that the index is
-    consistent in itself. ``report`` is called with the number of bytes read since the last call.
+    Compares both files with the checksums of their sidecar, names damaged blocks, and checks the index for consistency.
+    report: called with the number of bytes read since the last call.
     """
     sound = True
     for key in ("bin", "idx"):
@@ -155,7 +153,7 @@ def damaged_file(path, recorded, actual) -> str:
 
 
 def read_sidecar(path: Path) -> dict:
-    """The sidecar at ``path``. Raises ShardError if it is damaged or not one of this version."""
+    """Return the sidecar at ``path``. Raises ShardError if it is damaged or of another version."""
     sidecar = files.read_facts(path)
     files.check_facts(path, sidecar, SIDECAR)
     files.check_facts(path, sidecar["tokenizer"], {"sha256": str}, "tokenizer ")

@@ -1,4 +1,4 @@
-"""The data of a run whose mix or shards changed on the way: a list of segments.
+"""The data of a run whose mix or shards changed during training: a list of segments.
 
 A segment is the data between two changes. Sample n of a run is a pure function of n and of the segments: those of the
 segment with the largest ``first_sample`` up to n place it, with the number of windows that each of its sources had
@@ -12,8 +12,8 @@ A segment has "packing" too if it is not ``PACKING``.
 The separate mix of a decay (--decay-mix) is a segment too, one that is planned from the start.
 
 A source continues at its next unread window, and in its epoch, if its windows and their order are the same as in an
-earlier segment: the same shards, seed, sequence length, validation fraction and packing. Otherwise it begins at
-window 0.
+earlier segment: the same shards, seed, sequence length, validation fraction and packing. Otherwise it begins at window
+0.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,8 @@ NAMED = 3  # shards of a source that a sentence names
 
 
 def next_segments(segments: list[dict], fingerprint: dict, consumed_samples: int) -> list[dict]:
-    """The segments of a run that resumes with the data of ``fingerprint`` after ``consumed_samples`` samples.
-
-    ``segments``: the earlier ones; if the last of them has this fingerprint, no new one is added.
-    """
+    """Return the segments of a run that resumes with the data of ``fingerprint`` after ``consumed_samples`` samples. No
+    segment is added if the last one has this fingerprint."""
     segments = [segment for segment in segments if segment["first_sample"] < consumed_samples]
     if segments and {key: value for key, value in segments[-1].items() if key not in PLACE} == fingerprint:
         return segments
@@ -40,7 +38,7 @@ def next_segments(segments: list[dict], fingerprint: dict, consumed_samples: int
 
 
 def windows_read(segments, consumed_samples, name, fingerprint) -> int:
-    """Windows of the source ``name``, as it is in ``fingerprint``, among the first ``consumed_samples`` of a run."""
+    """Count the windows of the source ``name``, as in ``fingerprint``, among the first ``consumed_samples``."""
     end = consumed_samples
     for segment in reversed(segments):
         same_order = order_of(segment) == order_of(fingerprint)
@@ -53,13 +51,12 @@ def windows_read(segments, consumed_samples, name, fingerprint) -> int:
 
 
 def order_of(segment):
-    """The values of ``ORDER`` in a segment or a fingerprint."""
+    """Return the values of ``ORDER`` in a segment or a fingerprint."""
     return [segment.get(key, PACKING) if key == "packing" else segment[key] for key in ORDER]
 
 
 def tokens_read(segments, samples, seq_length) -> int:
-    """Tokens of the first ``samples`` samples of a run. seq_length: used for segments that record none, as those of
-    images do."""
+    """Return the tokens of the first ``samples`` samples. seq_length: for segments that record none."""
     firsts = [segment.get("first_sample", 0) for segment in segments]
     lengths = [segment.get("seq_length", seq_length) for segment in segments]
     parts = zip(firsts, [*firsts[1:], samples], lengths, strict=False)  # an import has none
@@ -67,7 +64,7 @@ def tokens_read(segments, samples, seq_length) -> int:
 
 
 def changes(before: dict, units_before: Mapping, now: dict, units_now: Mapping) -> list[str]:
-    """A sentence for each difference between two fingerprints; ``units``: source -> shard -> hash of its contents."""
+    """Return a sentence for each difference between two fingerprints. units: source -> shard -> content hash."""
     orders = zip(ORDER, order_of(before), order_of(now), strict=True)
     found = [f"--{key.replace('_', '-')} was {was} and is {now_is}" for key, was, now_is in orders if was != now_is]
     for name in sorted(before["weights"].keys() | now["weights"].keys()):
@@ -91,7 +88,7 @@ def describe_share(weights, name):
 
 
 def changed_shards(source, before, now) -> list[str]:
-    """Sentences that name the shards of a source that were added, removed or changed."""
+    """Return sentences that name the added, removed or changed shards of a source."""
     verdicts = {
         "added": [name for name in now if name not in before],
         "removed": [name for name in before if name not in now],

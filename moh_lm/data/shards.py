@@ -41,7 +41,7 @@ CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # valida
 
 
 def tokenizer_files(directory: str | Path) -> list[Path]:
-    """The tokenizer's files in a directory of data, a checkpoint or a model; the file with the pieces is first."""
+    """Return the tokenizer's files in a directory; the file with the pieces is first."""
     model, *hugging_face = (Path(directory, name) for name in TOKENIZER_FILES)
     if os.path.exists(model):
         return [model]
@@ -150,7 +150,7 @@ def write_manifest(data_dir: str | Path) -> dict:
 
 
 def unit_entry(shard: Shard) -> dict:
-    """What a run has to know about a shard before it starts; ``cuts`` are its cuts for the fractions ``CUTS``."""
+    """Return what a run has to know about a shard before it starts; ``cuts`` are for the fractions ``CUTS``."""
     with shard.document_starts() as starts:
         cuts = [starts.cut(fraction) for fraction in CUTS]
     return {
@@ -167,8 +167,7 @@ def unit_entry(shard: Shard) -> dict:
 
 
 def read_manifest(data_dir: str | Path) -> dict:
-    """The manifest of a data directory. Raises ShardError if it is damaged, or if the tokenizer beside it is a
-    different one."""
+    """Return the manifest of a data directory. Raises ShardError if it is damaged or for another tokenizer."""
     path = Path(data_dir) / "manifest.json"
     manifest = files.read_facts(path)
     files.check_facts(path, manifest, {"tokenizer": dict, "sources": dict, "cut_fractions": list})
@@ -190,8 +189,7 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 
 def check_end(path: Path, recorded: int | None):
-    """Raise ShardError unless tokenizer_config.json beside the tokenizer.json at ``path`` ends documents the same
-    way."""
+    """Raise ShardError unless the tokenizer_config.json at ``path`` ends documents as recorded."""
     config = path.with_name(TOKENIZER_FILES[2])
     try:
         pieces, settings = files.read_json(path), files.read_json(config)
@@ -225,9 +223,9 @@ class OpenedSource(NamedTuple):
 
 
 def open_source(data_dir: str | Path, name: str, manifest: dict, fraction: float) -> OpenedSource:
-    """The shards of a source, in the order of the manifest, with ``fraction`` of their tokens held out.
+    """Return the shards of a source in the order of the manifest, with ``fraction`` of their tokens held out.
 
-    Only names and sizes of the files are checked. Raises ShardError for the first that is missing or has another size.
+    Only names and sizes of the files are checked. Raises ShardError for a file that is missing or has another size.
     """
     units, directory = manifest["sources"][name]["units"], os.path.join(data_dir, name)
     sizes = file_sizes(directory)
@@ -252,7 +250,7 @@ def open_source(data_dir: str | Path, name: str, manifest: dict, fraction: float
 
 
 def file_sizes(directory) -> dict[str, int]:
-    """The size of each file in ``directory``; empty if it is not there."""
+    """Return the size of each file in ``directory``; empty if it is absent."""
     try:
         with os.scandir(directory) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}

@@ -1,4 +1,4 @@
-"""A source of a run: its shards, and which parts of them are for training or held out.
+"""A source of a run: its shards, and which parts of them are used for training or held out.
 
 Every shard is cut once. The heads of a source's shards, end to end, are its training stream; the tails are its
 validation stream. Windows may cross from shard to shard inside their stream but never the cut, so validation shares no
@@ -27,7 +27,7 @@ class Stream:
         self.num_tokens = int(self.ends[-1]) if self.parts else 0
 
     def pieces(self, position: int, count: int) -> Iterator[tuple[Shard, int, int]]:
-        """(shard, first token, end) of the pieces that make up ``count`` tokens from ``position`` on."""
+        """Return (shard, first token, end) of the pieces that form ``count`` tokens from ``position`` on."""
         part = int(np.searchsorted(self.ends, position, side="right"))
         while count:
             shard, _, end = self.parts[part]
@@ -39,16 +39,13 @@ class Stream:
             part += 1
 
     def read(self, position: int, count: int) -> np.ndarray:
-        """Token ids int64 [count] from ``position`` on. Raises ShardError if a file is not as it was written."""
+        """Return token ids int64 [count] from ``position`` on. Raises ShardError if a file is damaged."""
         pieces = [shard.read(first, end - first) for shard, first, end in self.pieces(position, count)]
         return np.concatenate(pieces).astype(np.int64)
 
     def document_starts(self, position: int, count: int) -> list[int]:
-        """The offsets, 1 to count - 1, at which a document or a part of the stream begins among ``count`` tokens from
-        ``position`` on.
-
-        Found by search in the indexes of the shards, whatever ids the documents end with. Raises ShardError.
-        """
+        """Return the offsets, 1 to count - 1, at which documents or parts of the stream begin among ``count`` tokens
+        from ``position`` on. Found by search in the indexes. Raises ShardError."""
         found, done = [], 0
         for shard, first, end in self.pieces(position, count):
             with shard.document_starts() as starts:
@@ -75,16 +72,16 @@ class Source:
         self.validation_windows = max(0, self.validation.num_tokens - 1) // seq_length
 
     def validation_positions(self, num_samples: int) -> np.ndarray:
-        """First tokens of the first ``num_samples`` held-out windows, in an order that mixes the shards."""
+        """Return the first tokens of ``num_samples`` held-out windows, in an order that mixes the shards."""
         order = Permutation(self.validation_windows, f"validation/{self.name}")
         return order(np.arange(min(num_samples, self.validation_windows))) * self.seq_length
 
     def identity(self) -> str:
-        """A hash of the contents of all shards."""
+        """Return a hash of the contents of all shards."""
         return hashlib.sha256("".join(shard.content for shard in self.shards).encode()).hexdigest()
 
     def problems(self, fraction: float) -> list[str]:
-        """Why a run with this source cannot start."""
+        """Return the reasons why a run with this source cannot start."""
         needed, training, held_out = self.seq_length + 1, self.training.num_tokens, self.validation.num_tokens
         if training < needed:
             return [
@@ -114,7 +111,7 @@ class Source:
         return None
 
     def notes(self, fraction: float) -> list[str]:
-        """What the user of this source should know."""
+        """Return remarks for the user of this source."""
         cut, total = (sum(shard.num_tokens for shard in shards) for shards in (self.cut_texts, self.shards))
         if 2 * cut <= total:
             return []

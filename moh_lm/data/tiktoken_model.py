@@ -36,7 +36,7 @@ def is_tiktoken(path: str | Path) -> bool:
 
 
 def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
-    """Token -> id of all tokens in the file, and the id of the first special token. Raises ConfigError."""
+    """Return {token: id} of the file and the id of the first special token. Raises ConfigError."""
     ranks = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
@@ -86,11 +86,11 @@ class TiktokenModel:
         return self.special
 
     def id_to_piece(self, index: int) -> str:
-        """The text of the beginning or the end of a document."""
+        """Return the text of the token that begins or ends a document."""
         return SPECIAL[index - self.special]
 
     def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
-        """The ids of ``text``, uint32 [tokens]."""
+        """Return the ids of ``text``, uint32 [tokens]."""
         try:
             return self.encoding.encode_to_numpy(text)
         except ValueError:  # the regular expression fails at runs of a million spaces
@@ -99,5 +99,5 @@ class TiktokenModel:
             return np.concatenate([self.encoding.encode_to_numpy(part) for part in parts if part])
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ``ids``, special tokens left out; a character that is not whole becomes U+FFFD."""
+        """Return the text of ``ids`` without special tokens; incomplete characters become U+FFFD."""
         return self.encoding.decode_bytes([index for index in ids if index in self.tokens]).decode(errors="replace")

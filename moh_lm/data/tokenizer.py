@@ -17,8 +17,7 @@ OPTIONAL = TOKENIZER_FILES[-1]  # of the files of Hugging Face
 
 
 def model_files(path: str | Path) -> dict[str, Path]:
-    """The tokenizer's files at ``path``, a file or directory: name in a data directory -> file, the one with the pieces
-    first."""
+    """Return {name in a data directory: file} of the tokenizer at ``path``; the file with the pieces is first."""
     path = Path(path)
     if os.path.isdir(path):
         path = next(iter(tokenizer_files(path)), path / TOKENIZER_FILES[1])
@@ -29,7 +28,7 @@ def model_files(path: str | Path) -> dict[str, Path]:
 
 
 def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel | HuggingFaceModel:
-    """Raises ConfigError if there is no model at ``path``."""
+    """Read the model at ``path``. Raises ConfigError if there is none."""
     if str(path).endswith(".json") and Path(path).name not in TOKENIZER_FILES and not os.path.isdir(path):
         names = "the files of a tokenizer of Hugging Face are named tokenizer.json and tokenizer_config.json"
         raise ConfigError([f"--tokenizer {path}: {names}; give their directory"])
@@ -52,5 +51,5 @@ def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | Tikto
 
 
 def continuation(tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """What ``tokens`` add to the text of ``prompt``: a token may be a part of a character, or lead with a space."""
+    """Return the text that ``tokens`` add to ``prompt``; a token may be part of a character or start with a space."""
     return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -1,26 +1,25 @@
-"""What a run asks of its data, be it text or images."""
+"""What a run needs from its data, be it text or images."""
 
 
 class TrainingData:
-    """The data set of a run. Samples are numbered; the training reads them in order.
+    """The data set of a run, whose numbered samples are read in order.
 
-    A subclass has ``source_names``, the sources that the log distinguishes, and the methods ``state``, ``changes`` and
-    ``tokens_read``, as ``Dataset`` has them. The methods here are defaults for data that lack such a property.
-
-    tokenizer_path: a file that belongs to every checkpoint, or None.
+    Subclasses define ``source_names``, the sources that the log distinguishes, and ``state``, ``changes`` and
+    ``tokens_read``, like ``Dataset``. Other methods are defaults. tokenizer_path: a file that belongs to every
+    checkpoint, or None.
     """
 
     tokenizer_path = None
 
     @property
     def shares(self):
-        """{source: its share of the mix} of the sources that a run must not lose sight of."""
+        """Return {source: its share of the mix} of sources that a run must keep reading."""
         return {}
 
     def bytes_per_token(self):
-        """{source: bytes of text per token, or None where that is not known}."""
+        """Return {source: bytes of text per token, or None if unknown}."""
         return {}
 
     def continue_from(self, saved, consumed):
-        """The data set that continues after ``consumed`` samples; saved: the ``state`` of a checkpoint."""
+        """Return the data set that continues after ``consumed`` samples. saved: ``state`` of a checkpoint."""
         return self

@@ -21,6 +21,7 @@ from moh_lm.inference.decode import decode_attention
 from moh_lm.inference.selected_kv_cache import SelectedKVCache
 from moh_lm.kernels.heads_in_groups import HeadsInGroups
 from moh_lm.model.batch_context import RouterInputs
+from moh_lm.model.head_positions import HeadPositions
 from moh_lm.model.mla import MultiLatentAttention
 from moh_lm.model.query_norm import QueryNormAttention
 
@@ -53,6 +54,7 @@ class LayerCache:
 
     def __init__(self, config, layer, rows, max_length, like, attention_backend):
         self.attention, self.backend, self.max_length = layer.self_attn, attention_backend, max_length
+        self.core = self.attention.core_attention
         window, own_keys = config.window[layer.index], config.own_keys(layer.index)
         room, heads = min(window or max_length, max_length), config.num_attention_heads
         compact = like.device.type == "cpu" and attention_backend in ("auto", "loops")
@@ -71,7 +73,7 @@ class LayerCache:
 
     def read_prompt(self, x, row, positions):
         """Fill a row with a prompt and return what the layer's attention makes of it. x: [s, 1, d], normalised."""
-        query, key, value, routing, table = self.project(x, positions)
+        query, key, value, routing, table = self.project(x, positions, slice(row, row + 1))
         active = in_use(query, routing)
         if self.own:
             self.own.add(row, key[:, 0], value[:, 0], active[:, 0])
@@ -82,14 +84,14 @@ class LayerCache:
             for kept, new in pairs:
                 last = new[-kept.shape[2] :, 0].transpose(0, 1)  # [k, at most T, e], or [h, at most T]
                 kept[row, :, positions[-last.shape[1] :] % kept.shape[2]] = last
-        heads = self.attention.core_attention(query, key, value, routing.gates, routing.selected)
+        heads = self.core(query, key, value, routing.gates, routing.selected)
         return self.attention.output(heads, x)
 
     def read_token(self, x, lengths):
         """What the layer's attention makes of one new token per row, which it keeps. x: [1, b, d], normalised.
         lengths: int32 [b], tokens read before it."""
         positions, lengths = lengths.long(), lengths + 1
-        query, key, value, routing, table = self.project(x, positions[None])
+        query, key, value, routing, table = self.project(x, positions[None], slice(None))
         active, gates = in_use(query, routing)[0], None if routing.gates is None else routing.gates[0]
         rows = torch.arange(x.shape[1], device=x.device)
         if self.own:
@@ -103,7 +105,7 @@ class LayerCache:
             self.keys[rows, :, positions % room], self.values[rows, :, positions % room] = key[0], value[0]
             if self.used is not None:
                 self.used[rows, :, positions % room] = active
-            added = self.attention.core_attention.added_to_cache(query[0], self.keys, lengths)
+            added = self.core.added_to_cache(query[0], self.keys, lengths)
             held = lengths.clamp_max(room)
             heads = self.answered(self.attend(query[0], held, active, gates, added))
         return self.attention.output(heads[None], x)
@@ -112,8 +114,8 @@ class LayerCache:
         """g_i H_i of new tokens; see ``decode_attention``."""
         return decode_attention(query, self.keys, self.values, held, active, gates, self.backend, self.used, added)
 
-    def project(self, x, positions):
-        """Queries, keys at their positions, values, the ``RouterOutput`` and the table of positions of new tokens."""
+    def project(self, x, positions, rows):
+        """Of new tokens of ``rows``, a slice: queries, keys at their positions, values, ``RouterOutput`` and table."""
         attention, by_queries = self.attention, isinstance(self.attention, QueryNormAttention)
         routing = None if by_queries else attention.router(x, RouterInputs())
         table = attention.positions.table(x, positions, self.max_length)
@@ -139,12 +141,27 @@ class GroupedLayerCache(LayerCache):
     """See ``LayerCache``. A token asks for the heads only that it chooses in every key/value group."""
 
     def attend(self, query, held, active, gates, added):
-        core = self.attention.core_attention
         if gates is None:
             return super().attend(query, held, active, gates, added)
-        asked, rank = core.chosen(query[None], active[None], self.keys.shape[1])
+        asked, rank = self.core.chosen(query[None], active[None], self.keys.shape[1])
         heads = super().attend(asked[0], held, active.new_ones(asked.shape[1:3]), None, added)
-        return core.in_place(heads[None], rank, gates[None])[0]
+        return self.core.in_place(heads[None], rank, gates[None])[0]
+
+
+class CountedLayerCache(LayerCache):
+    """See ``LayerCache``. Positions count the tokens of each head. counts: int64 [rows, h], those that were read."""
+
+    def __init__(self, config, layer, rows, max_length, like, attention_backend):
+        super().__init__(config, layer, rows, max_length, like, attention_backend)
+        self.positions, self.core = self.core, self.core.core
+        self.counts = like.new_zeros(rows, config.num_attention_heads, dtype=torch.int64)
+
+    def project(self, x, positions, rows):
+        query, key, value, routing, table = super().project(x, positions, rows)
+        used, counts = in_use(query, routing), self.counts[rows]
+        query, key = self.positions.turned(query, key, used, counts, self.max_length)
+        counts += used.sum(0)
+        return query, key, value, routing, table
 
 
 class LatentLayerCache(LayerCache):
@@ -180,7 +197,8 @@ def cache_kind(attention):
     """The class of the cache of a layer."""
     if isinstance(attention, MultiLatentAttention):
         return LatentLayerCache
-    return GroupedLayerCache if isinstance(attention.core_attention, HeadsInGroups) else LayerCache
+    kinds = {HeadsInGroups: GroupedLayerCache, HeadPositions: CountedLayerCache}
+    return kinds.get(type(attention.core_attention), LayerCache)
 
 
 def in_use(query, routing):

@@ -20,13 +20,14 @@ class RouterInputs(NamedTuple):
     samples: int64 [b], the numbers of the sequences in the run, or None if unknown. dense_warmup: whether all heads
     have gate 1 for now. previous_share: float32 [E], the share of the previous step's tokens that selected each expert,
     for ``--load-balance-scope global_batch``; None before the first step. l1: float32 [], the coefficient of the
-    balance loss in forms that adapt it; else None.
+    balance loss in forms that adapt it; else None. micro_batches: number in a step, over which losses are averaged.
     """
 
     samples: torch.Tensor | None = None
     dense_warmup: bool = False
     previous_share: torch.Tensor | None = None
     l1: torch.Tensor | None = None
+    micro_batches: int = 1
 
 
 class BatchContext:
@@ -41,7 +42,7 @@ class BatchContext:
         self.makes_masks = makes_masks
         self.waiting = deque()
         self.mask = self.positions = self.samples = None
-        self.dense_warmup, self.shares, self.l1 = False, {}, None
+        self.dense_warmup, self.shares, self.l1, self.micro_batches = False, {}, None, 1
 
     def feed(self, positions, samples=None):
         """Take the data of the coming micro-batches, in the order of their forward passes.
@@ -60,9 +61,9 @@ class BatchContext:
             self.positions = positions.to(device, non_blocking=True)
             self.mask = document_bounds(self.positions, self.makes_masks)
 
-    def begin(self, dense_warmup):
-        """Set whether the coming steps belong to the dense warm-up."""
-        self.dense_warmup = dense_warmup
+    def begin(self, dense_warmup, micro_batches=1):
+        """Set whether the coming steps belong to the dense warm-up, and how many micro-batches each of them has."""
+        self.dense_warmup, self.micro_batches = dense_warmup, micro_batches
 
     def set_shares(self, shares):
         """Set the share of the last step's tokens that selected each expert. shares: {layer index: float [E]}."""
@@ -74,4 +75,5 @@ class BatchContext:
 
     def router_inputs(self, layer_index):
         """Return the ``RouterInputs`` of a layer for the current micro-batch."""
-        return RouterInputs(self.samples, self.dense_warmup, self.shares.get(layer_index), self.l1)
+        share = self.shares.get(layer_index)
+        return RouterInputs(self.samples, self.dense_warmup, share, self.l1, self.micro_batches)

@@ -167,10 +167,10 @@ class GatedHeads(Gates):
 class HeadRouter(Gates):
     """The mixture of heads of one layer: its gates, selection and loss.
 
-    The buffer bias_steps, int32 [E] or None, is the bias divided by its rate. loss_terms: number of losses in a step,
-    over which Eq. 8 takes the mean; DeepSpeed averages over context-parallel ranks. noise: ``GumbelNoise`` for the
-    selection scores in training, or None. says_selected: whether the attention backend needs ``RouterOutput.selected``
-    in training; in evaluation it is always set.
+    The buffer bias_steps, int32 [E] or None, is the bias divided by its rate. loss_terms: number of layers over whose
+    losses Eq. 8 takes the mean, besides micro-batches; DeepSpeed averages over context-parallel ranks. noise:
+    ``GumbelNoise`` for the selection scores in training, or None. says_selected: whether the attention backend needs
+    ``RouterOutput.selected`` in training; in evaluation it is always set.
     """
 
     def __init__(
@@ -179,11 +179,9 @@ class HeadRouter(Gates):
     ):  # fmt: skip
         super().__init__(config, layer_index, init_std, group, heads)
         options = config.heads
-        loss_terms = loss_terms / context.size() if context else loss_terms
-        self.loss_terms = loss_terms
-        self.balance_scale = options.load_balance_coefficient / loss_terms  # beta of Eq. 8
-        self.entropy_scale = options.routing_entropy_coefficient / loss_terms
-        self.z_scale = options.router_z_loss / loss_terms
+        self.loss_terms = loss_terms / context.size() if context else loss_terms
+        self.balance_coefficient = options.load_balance_coefficient  # beta of Eq. 8
+        self.entropy_coefficient, self.z_coefficient = options.routing_entropy_coefficient, options.router_z_loss
         self.slices = context.sequence if context else group  # the ranks that have a slice of the sequence each
         stretch = context.rank() if context else 0
         self.first_slice = stretch if self.form.reads_queries else group_rank(self.slices)
@@ -249,23 +247,24 @@ class HeadRouter(Gates):
 
     def loss(self, scores, probability, selection, gates, a1, inputs):
         """Return beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
-        size = group_size(self.slices)
-        previous = None
-        if self.scope == "global_batch":
-            previous = inputs.previous_share
-            if previous is None:
-                previous = selection.new_full((self.layer.num_routed,), self.layer.uniform_load)
-        together = self.scope == "micro_batch"
+        size, terms = group_size(self.slices), self.loss_terms * inputs.micro_batches
+        previous, together = self.previous_share(inputs, selection), self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selection, self.slices, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
-        loss = (self.balance_scale if inputs.l1 is None else inputs.l1 / self.loss_terms) * losses.mean()
+        loss = (self.balance_coefficient if inputs.l1 is None else inputs.l1) / terms * losses.mean()
         if self.layer.top_p is not None:
             log_p = scores.log_softmax(-1)
-            loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)
-        if self.z_scale:
-            loss = loss + self.z_scale * (self.form.rivals(scores).logsumexp(-1).square().mean() / size)
+            loss = loss + self.entropy_coefficient / terms * (-(log_p.exp() * log_p).sum(-1).mean() / size)
+        if self.z_coefficient:
+            loss = loss + self.z_coefficient / terms * (self.form.rivals(scores).logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, gates, selections, self.copies)
+
+    def previous_share(self, inputs, like):
+        """Return f of Eq. 7 where it is that of the whole previous step, [E]; else None."""
+        if self.scope == "global_batch" and inputs.previous_share is None:
+            return like.new_full((self.layer.num_routed,), self.layer.uniform_load)
+        return inputs.previous_share if self.scope == "global_batch" else None
 
     def move_bias(self, counts):
         """Move the bias by its rate: up where the load is below the mean. counts: [E], selections in a whole step."""

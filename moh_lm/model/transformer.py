@@ -200,9 +200,9 @@ def saved_tensors(module):
     yield from ((name, tensor) for name, tensor in module.named_buffers() if name in kept)
 
 
-def loss_terms(config, micro_batches):
-    """Return the number of router losses in a step, over which Eq. 8 takes the mean."""
-    return max(1, len(config.routed_layers())) * micro_batches
+def loss_terms(config):
+    """Return the number of layers with routed heads, over whose losses Eq. 8 takes the mean."""
+    return max(1, len(config.routed_layers()))
 
 
 @torch.no_grad()

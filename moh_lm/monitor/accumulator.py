@@ -61,9 +61,10 @@ class MetricsAccumulator:
         self.timed_steps += 1
         self.timed_tokens += tokens
 
-    def began(self, step, tokens_per_iteration):
-        """The number of iterations before the interval, if it ends after ``step``."""
-        return step - self.tokens // tokens_per_iteration - self.skipped_steps
+    def began(self, step, config):
+        """The number of iterations before the interval, if it ends after ``step`` in a run with this ``config``."""
+        samples = self.tokens // config.seq_length + round(sum(self.skipped_sequences))
+        return config.run.iterations(config.run.samples_after(step) - samples)
 
     def tokens_per_second(self):
         """Tokens per second of all ranks together, not counting the time of saves and evaluations."""

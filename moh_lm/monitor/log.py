@@ -30,7 +30,7 @@ class RunLog:
 
     def __init__(self, directory, first_step, config):
         self.first_step = first_step
-        self.train_iters = config.run.train_iters
+        self.run, self.train_iters = config.run, config.run.train_iters
         self.model, self.head_curves = config.model, config.run.head_curves
         self.started = time.perf_counter()
         self.step_width = 2 * len(str(self.train_iters)) + 1
@@ -75,7 +75,8 @@ class RunLog:
     def lines(self, record):
         """The console's line of an interval; the first and every 20th line come below the names of the columns."""
         step, mfu = record["step"], record["runtime"]["mfu"]
-        seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
+        first, done, last = map(self.run.samples_after, (self.first_step, step, self.train_iters))
+        left = (time.perf_counter() - self.started) / (done - first) * (last - done)
         cells = (
             ("step", f"{step}/{self.train_iters}", self.step_width),
             ("loss", f"{record['loss']:.4f}", 9),
@@ -85,7 +86,7 @@ class RunLog:
             ("skip", record["skipped_steps"], 5),
             ("tokens/s", f"{record['tokens_per_second']:,.0f}", 11),
             ("MFU", f"{mfu['dense']:.0%}" if mfu else "-", 6),
-            ("left", time_left((self.train_iters - step) * seconds_per_step), 9),
+            ("left", time_left(left), 9),
         )
         names, figures = ("".join(f"{cell[place]:>{cell[2]}}" for cell in cells) for place in (0, 1))
         self.printed += 1

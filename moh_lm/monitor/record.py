@@ -22,15 +22,15 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
     run, losses, speed = config.run, accumulator.source_losses(), accumulator.tokens_per_second()
     data, memory = [figures.data for figures in ranks], [figures.memory for figures in ranks]
     balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
-    model = config.model.after(accumulator.began(step, config.tokens_per_iteration))
+    model = config.model.after(accumulator.began(step, config))
     return {
         "step": step,
         "loss": accumulator.loss(),
         "load_balance_loss": ratio(sum(balance), len(balance)) if model.routed_layers() else 0.0,
         "learning_rate": rate,
         "grad_norm": grad_norm,
-        "tokens": dataset.tokens_read(step * run.global_batch_size),
-        "consumed_samples": step * run.global_batch_size,
+        "tokens": dataset.tokens_read(run.samples_after(step)),
+        "consumed_samples": run.samples_after(step),
         "source_loss": losses,
         "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
         "tokens_per_second": round(speed, 1),

@@ -156,7 +156,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """w x / sqrt(mean(x^2) + eps), the mean in fp32 or wider. x: a slice of the sequence; w: whole on every rank."""
+    """w x / sqrt(mean(x^2) + eps), the mean in fp32 or wider. x: a slice of the sequence; w: whole on every rank.
+
+    The norm is rounded to the dtype of x before w multiplies it, as in Hugging Face's Llama, and so torch gets no w.
+    """
 
     def __init__(self, hidden_size, eps, group, init_value=1.0):
         super().__init__()
@@ -165,6 +168,4 @@ class RMSNorm(nn.Module):
         self.group = group
 
     def forward(self, x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return replicate(self.weight, self.group) * wide.to(x.dtype)
+        return replicate(self.weight, self.group) * F.rms_norm(x, x.shape[-1:], eps=self.eps)

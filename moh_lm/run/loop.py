@@ -155,9 +155,10 @@ class Run:
         config, run, state = self.config, self.config.run, self.state
         started = time.perf_counter()
         rate = learning_rate(state.step, config.optimizer, run.train_iters)
-        batches = self.loader.train_step(state.step * run.global_batch_size)
+        samples = run.samples_after(state.step)
+        batches = self.loader.train_step(samples)
         data_seconds = time.perf_counter() - started
-        if state.step * run.global_batch_size == config.decay_begins():
+        if samples == config.decay_begins():
             self.engine.guard.forget()  # of other data the loss is another
             self.alarms.forget(BALANCE, DRIFT)
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
@@ -178,7 +179,7 @@ class Run:
             self.event_log.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources, self.timer.take())
+        self.accumulator.add(result, data_seconds, self.engine.tokens, bad_sources, self.timer.take())
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
@@ -189,7 +190,7 @@ class Run:
         ranks = rank_figures(accumulator, self.groups, self.device)
         if self.log:
             figures = None
-            if config.model.after(accumulator.began(step, config.tokens_per_iteration)) == config.model:
+            if config.model.after(accumulator.began(step, config)) == config.model:
                 figures = accumulator.head_figures(config.alarms.alarm_head_high, config.parallel)
             record = training_record(
                 config, self.state.dataset, accumulator, step, rate, result.grad_norm, figures, ranks, self.device,

@@ -14,7 +14,7 @@ def check_nodes(config, dataset):
     """Raise ConfigError on every rank unless all of them have the same values; all ranks call it together."""
     marker = Path(config.run.checkpoint_dir) / from_rank_zero(f".seen-{time.time_ns()}")
     on_rank_zero(marker.touch)
-    last = config.run.train_iters * config.run.global_batch_size
+    last = config.run.samples_after(config.run.train_iters)
     mine = {"data": dataset.state(last)["segments"], **config.to_dict()}
     first = from_rank_zero(mine)  # also waits for the marker
     here = f"rank {dist.get_rank()} on {socket.gethostname()}"

@@ -31,12 +31,14 @@ from moh_lm.supervise.processes import log_rank0
 
 SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
-    "compile", "fused_loss", "attention_backend", "head_selection", "train_only", "optimizer", "workers",
+    "compile", "fused_loss", "fused_router", "attention_backend", "head_selection", "train_only", "optimizer",
+    "workers",
 )  # fmt: skip
 LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest)\.tmp-\d+")  # of a start that was killed
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
 OF_TRAINING = (  # fields that change how a run is trained, beside those of the optimizer
-    "train_iters", "train_tokens", "precision", "seed", "absurd_factor", "spike_sigmas", "spike_window", "on_spike",
+    "train_iters", "train_tokens", "batch_tokens", "batch_warmup", "precision", "seed", "absurd_factor", "spike_sigmas",
+    "spike_window", "on_spike",
 )  # fmt: skip
 
 
@@ -148,7 +150,7 @@ def refuse_changes(task, step, saved, before, config, dataset):
     was_muon = before["optimizer"] == "muon" and trained_only == ("all", "all")  # else moments begin again at 0
     if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
-    if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
+    if saved["consumed_samples"] != config.run.samples_after(saved["step"]):
         found.append(f"{config.run.batch_given} is not the batch size of its {saved['step']} steps")
     found += task.resume_problems(config, saved, before)
     found += tokenizer_changes(step, saved, dataset.tokenizer_path)

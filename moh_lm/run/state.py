@@ -40,7 +40,7 @@ class RunState:
 
     def capture(self):
         """The state, JSON-able. It is the same on every rank except for the alarms; rank 0 writes it."""
-        consumed, routers = self.step * self.config.run.global_batch_size, self.engine.router_sums
+        consumed, routers = self.config.run.samples_after(self.step), self.engine.router_sums
         optimizer = self.engine.optimizer
         frozen = optimizer.frozen if self.config.optimizer.train_only == "all" else optimizer.steps
         return {

@@ -52,6 +52,7 @@ def make_loader(config, dataset, groups, device):
         data_parallel_size=config.data_parallel_size(dist.get_world_size()),
         reset_at_documents=config.data.reset_at_documents,
         length_at=config.length_at,
+        batch_at=config.run.batch_at,
         pin_memory=device.type == "cuda",
     )
 
@@ -107,7 +108,7 @@ def budget_problems(config, saved, before):
     if read == consumed * run.seq_length:
         return []
     same_budget = before["seq_length"] != run.seq_length and before["train_tokens"] == run.train_tokens
-    if run.train_tokens % run.tokens_per_iteration == 0 and not same_budget:
+    if run.train_tokens == config.tokens_after(run.train_iters) and not same_budget:
         return []  # it was given as --train-iters
     needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
     return [

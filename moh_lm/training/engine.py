@@ -20,7 +20,7 @@ from moh_lm.model.transformer import compile_layers
 from moh_lm.parallel.consensus import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
-from moh_lm.training.deepspeed.adapter import set_z3_leaf_modules, wrap
+from moh_lm.training.deepspeed.adapter import accumulate, set_z3_leaf_modules, wrap
 from moh_lm.training.deepspeed.sharded_optimizer import ShardedOptimizer
 from moh_lm.training.deepspeed.shards import is_tied_copy
 from moh_lm.training.frozen import FrozenWeights
@@ -38,7 +38,8 @@ class StepResult(NamedTuple):
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
     of (4 + E)], the rows of every router summed over sequences. loss: mean per token. grad_norm: norm before clipping.
     code: one of guard.REASONS. skipped: whether the gradients were not applied. seconds: {"forward_backward",
-    "optimizer"}; the first includes the reduction of the gradients and their norm.
+    "optimizer"} on the host, which waits for the device between the two. The first includes the reduction of the
+    gradients, their norm, and the rest of the previous step on the device.
     """
 
     losses: torch.Tensor
@@ -65,9 +66,7 @@ class Engine:
         self.device = device
         self.num_sources = num_sources
         self.ema_decay = ema_decay
-        self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
         self.guard = Guard(config.reliability)
-        self.dense_warmup = False  # see ``begin``
         self.sums = None  # of the step, or of the evaluation
         self.step_check = None  # of the newest step
         self.model = self.build_model()
@@ -80,6 +79,7 @@ class Engine:
         self.freeze()  # before there is an optimizer, which has no state for a frozen parameter
         self.wrap()
         self.address_weights()  # where DeepSpeed has put them
+        self.begin(0)
 
     def attach_measurements(self):
         """Let the model record which gradients are not finite, and the loads of routers."""
@@ -91,7 +91,6 @@ class Engine:
             self.model.batch,
             self.config.model.gated_layers(),
             self.num_sources,
-            self.config.tokens_per_iteration,
             self.groups,
             self.device,
         )
@@ -106,7 +105,8 @@ class Engine:
         config = self.config
         names = {parameter: name for name, parameter in self.named_parameters()}
         optimizer = make_optimizer([(names[p], p) for p in self.model.parameters()], config)
-        self.engine = wrap(self.model, optimizer, config, self.groups, self.micro_batches)
+        micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
+        self.engine = wrap(self.model, optimizer, config, self.groups, micro_batches)
         self.optimizer = ShardedOptimizer(
             self.engine.optimizer,
             config.parallel.zero_stage,
@@ -131,9 +131,14 @@ class Engine:
         )
 
     def begin(self, step):
-        """Prepare the model for the iteration after ``step`` complete ones; in a dense warm-up all heads are on."""
-        self.dense_warmup = self.config.model.after(step) != self.config.model
-        self.model.batch.begin(self.dense_warmup)
+        """Prepare for the iteration after ``step`` complete ones: in a dense warm-up all heads are on, and in one of
+        the batch there are fewer micro-batches."""
+        config, samples = self.config, self.config.run.samples_after(step)
+        self.dense_warmup = config.model.after(step) != config.model
+        self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size(), samples)
+        accumulate(self.engine, self.micro_batches)
+        self.model.batch.begin(self.dense_warmup, self.micro_batches)
+        self.tokens = config.run.batch_at(samples) * config.seq_length  # of all ranks
 
     def compare_kernels(self):
         """Compare the requested kernels with torch on this device and return sentences about them. All ranks call it
@@ -163,9 +168,8 @@ class Engine:
             if self.dense_warmup:
                 self.optimizer.rest()
         sources = [batch.sources for batch in micro_batches]
-        routers = self.router_sums.take(sources, frozen=skipped or self.dense_warmup)
+        routers = self.router_sums.take(sources, self.tokens, frozen=skipped or self.dense_warmup)
         self.after_step(skipped)
-        torch.get_device_module(self.device).synchronize()
         seconds = {"forward_backward": stats.time - started, "optimizer": time.perf_counter() - stats.time}
         return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
 

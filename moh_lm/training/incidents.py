@@ -14,8 +14,9 @@ def report(engine, loader, batches, event_log, step, result):
 
     Returns the names of the sources with a loss or gradient that is not finite. batches: this rank's micro-batches.
     """
-    consumed = (step - 1) * loader.global_batch_size
-    first = consumed + loader.rank * loader.samples_per_step
+    run = engine.config.run
+    consumed, end = run.samples_after(step - 1), run.samples_after(step)
+    first = consumed + loader.rank * (end - consumed) // loader.size
     sources = torch.cat([batch.sources for batch in batches]).tolist()
     names = loader.dataset.source_names
     mine = {
@@ -32,7 +33,7 @@ def report(engine, loader, batches, event_log, step, result):
         "details": list(dict.fromkeys(details)),
         "loss": result.loss if math.isfinite(result.loss) else str(result.loss),
         "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else str(result.grad_norm),
-        "step_samples": [consumed, consumed + loader.global_batch_size - 1],
+        "step_samples": [consumed, end - 1],
         "ranks": sorted({rank for rank, _, _ in found}),
         "samples": sorted({sample for _, sample, _ in found}),
         "sources": sorted({source for _, _, source in found}),

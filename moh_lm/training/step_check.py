@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from moh_lm.parallel.consensus import set_on_any_rank
 from moh_lm.training.guard import DIVERGENCE, OUT_OF_RANGE
 
 
@@ -61,26 +62,24 @@ class StepCheck:
         """
         if self.stats:
             raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
-        losses = self.sums.reduce()
-        scalars = torch.stack([norm.to(losses), self.largest_weight().to(losses)])
-        numbers = torch.cat((losses.sum(0), scalars)).tolist()  # waits for the backward pass
-        total, tokens, _, grad_norm, weight = numbers
-        now = time.perf_counter()
-        mean = total / max(tokens, 1)  # documents of one token have no label
-        code = max(self.guard.classify(mean, value) for value in (grad_norm, *self.largest(copies)))
+        sums = self.sums.reduce().sum(0)
+        norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in copies]
+        of_rank = [sums[0], norm, torch.stack(norms).max() if norms else norm, self.largest_weight()]
+        of_rank = torch.stack([number.to(sums) for number in of_rank])
+        largest = of_rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)  # of which a maximum is sure
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        numbers = torch.cat((sums[:2], of_rank[1:2], largest)).tolist()  # the one wait for the device in a step
+        total, tokens, grad_norm, *largest, weight = numbers
+        now, tokens = time.perf_counter(), max(tokens, 1)  # documents of one token have no label
+        code = max(self.guard.classify(largest[0] / tokens, value) for value in largest[1:])
         code = code if self.guard.is_finite_and_bounded(weight) else max(code, OUT_OF_RANGE)
-        differences = self.compare_replicas() if self.compare_replicas else []
-        code = max(code, DIVERGENCE) if differences else code
-        shared = torch.tensor(code, dtype=torch.int32, device=losses.device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
-        self.stats = GradientStats(mean, grad_norm, int(shared), differences, now)
+        differences = []
+        if self.compare_replicas:
+            differences = self.compare_replicas()
+            (differ,) = set_on_any_rank([bool(differences)], sums.device)
+            code = max(code, DIVERGENCE) if differ else code
+        self.stats = GradientStats(total / tokens, grad_norm, code, differences, now)
         return torch.full_like(norm, torch.inf) if self.guard.skips(self.stats.code) else norm
-
-    @staticmethod
-    def largest(gradients):
-        """Return the largest norm among ``gradients``, NaN if one is NaN; an empty list if there are none."""
-        norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in gradients]
-        return [torch.stack(norms).max().item()] if norms else []
 
     def result(self):
         """Return the ``GradientStats`` of the step. Raises NotExamined."""

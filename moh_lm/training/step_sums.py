@@ -50,17 +50,15 @@ class RouterSums:
     """What the routers of this rank report about a step, and the shares that ``global_batch`` balances against.
 
     blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which is told what routers follow.
-    layers: ``RoutedLayer``s of the whole model. tokens: number of tokens in a step over all ranks. shares: for each
-    layer with routed experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps: n of
-    lambda, int64 [].
+    layers: ``RoutedLayer``s of the whole model. shares: for each layer with routed experts, the share of a step's
+    tokens that selected each of them, [E] float64. l1_steps: n of lambda, int64 [].
     """
 
-    def __init__(self, blocks, batch, layers, num_sources, tokens, groups, device):
+    def __init__(self, blocks, batch, layers, num_sources, groups, device):
         self.blocks = blocks
         self.batch = batch
         self.layers = layers
         self.num_sources = num_sources
-        self.tokens = tokens
         self.groups = groups
         self.device = device
         self.shares = [
@@ -71,12 +69,13 @@ class RouterSums:
         self.by_sign = any(layer.by_sign for layer in layers)
         self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
 
-    def take(self, sources, frozen):
+    def take(self, sources, tokens, frozen):
         """Return the sums of a step over all ranks, [num_sources, sum of (4 + E)], and update the routers with the
         step's shares.
 
-        sources: [b] of each of this rank's micro-batches. frozen: keep the shares, and biases, of the step before,
-        because this step has no numbers, or none that can be trusted. A dense warm-up adds nothing.
+        sources: [b] of each of this rank's micro-batches. tokens: of the step over all ranks. frozen: keep the shares,
+        and biases, of the step before, because this step has no numbers, or none that can be trusted. A dense warm-up
+        adds nothing.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
@@ -88,15 +87,15 @@ class RouterSums:
                 parts[block.index] += of_source @ rows
         sum_over_ranks(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not frozen:
-            self.follow({index: part[:, COUNTS].sum(0) for index, part in parts.items()})
+            self.follow({index: part[:, COUNTS].sum(0) for index, part in parts.items()}, tokens)
         return sums
 
-    def follow(self, counts):
+    def follow(self, counts, tokens):
         """Update shares and biases of the routers. counts: {layer index: [E], selections in the whole step}."""
-        shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
+        shares = (counts[layer.index] * layer.stride / tokens for layer in self.layers)
         self.set_shares([share for share in shares if len(share)])
         if self.by_sign:
-            excess = sum(counts[layer.index].sum() - layer.num_active * self.tokens for layer in self.layers)
+            excess = sum(counts[layer.index].sum() - layer.num_active * tokens for layer in self.layers)
             self.set_l1_steps(self.l1_steps + excess.sign().long())
         for block in self.blocks:
             router = block.router()

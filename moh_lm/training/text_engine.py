@@ -3,12 +3,13 @@
 Shapes: b batch, s sequence.
 """
 
+import math
 import os
 from dataclasses import replace
 
 import torch
 
-from moh_lm.build import Settings, build_model, layer_backends, moving_windows
+from moh_lm.build import Settings, build_attention, build_model, layer_backends, moving_windows
 from moh_lm.cost.layers import pipeline_costs, stage_bounds
 from moh_lm.model.transformer import DecoderLayer
 from moh_lm.parallel.groups import group_size
@@ -41,29 +42,49 @@ class TextEngine(Engine):
         return Settings(
             group=self.groups.tensor,
             context=self.groups.context,
-            micro_batches=self.micro_batches,
             recompute=run.recompute,
             backends=layer_backends(self.config, self.device),
             seed=run.seed,
             watched=run.window_strategy == "entropy",
             z_loss=self.config.optimizer.z_loss,
             fused_loss=run.fused_loss,
+            fused_router=run.fused_router,
         )
 
     def compare_kernels(self):
-        run, group, vocab_size = self.config.run, self.groups.tensor, self.config.model.vocab_size
-        if not run.fused_loss:
-            return []
-        if self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise RuntimeError("--fused-loss: its kernels need a GPU, and this run has none; leave it out")
+        comparisons = {"--fused-loss": self.compare_loss, "--fused-router": self.compare_routers}
+        run = self.config.run
+        asked = [name for name, is_on in zip(comparisons, (run.fused_loss, run.fused_router), strict=True) if is_on]
+        if asked and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(f"{asked[0]}: its kernels need a GPU, and this run has none; leave it out")
+        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+        return [f"{name}: compared with torch on {comparisons[name](dtype)}" for name in asked]
+
+    def compare_loss(self, dtype):
         from moh_lm.parallel.triton_cross_entropy import compare_with_torch
 
-        partition = even_partition(0, vocab_size, group)
-        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+        run, group = self.config.run, self.groups.tensor
+        partition = even_partition(0, self.config.model.vocab_size, group)
         tokens = min(run.micro_batch_size * run.seq_length, COMPARED_TOKENS)
         loss, gradient = compare_with_torch(tokens, dtype, self.device, partition, group, self.config.optimizer.z_loss)
         found = f"losses differ by at most {loss:.1e}, gradients by at most {gradient:.1e} of the largest"
-        return [f"--fused-loss: compared with torch on {tokens:,} tokens: {found}"]
+        return f"{tokens:,} tokens: {found}"
+
+    def compare_routers(self, dtype):
+        """Compare a router of each kind, with weights of its own, on a micro-batch of random tokens."""
+        from moh_lm.model.fused_router import compare_with_torch
+
+        model, run, settings = self.config.model, self.config.run, self.settings()
+        ranks = group_size(settings.group) * (settings.context.size() if settings.context else 1)
+        shape = run.seq_length // ranks, run.micro_batch_size, model.hidden_size
+        kinds = {layer._replace(index=0): layer.index for layer in model.gated_layers()}
+        found = []
+        for index in kinds.values():
+            router = build_attention(model, index, settings).router.to(self.device, dtype)
+            found.append(compare_with_torch(router, shape))
+        gate, gradient, others = map(max, zip(*found, strict=True))
+        found = f"gates differ by at most {gate:.1e}, gradients by at most {gradient:.1e} of the largest"
+        return f"{math.prod(shape[:2]):,} tokens: {found}; {others:.2%} of the tokens select other heads"
 
     def own_part(self, micro_batches):
         """Return the micro-batches, reduced to the tokens and labels of this rank's part of the sequences."""

@@ -32,13 +32,13 @@ FREQUENCIES = 128  # of a step: half of its features
 
 
 class DiT(WholeModel):
-    """The whole model. Parameters are left empty; ``initialize`` draws them. micro_batches: number in a step."""
+    """The whole model. Parameters are left empty; ``initialize`` draws them."""
 
-    def __init__(self, config, micro_batches=1, recompute=False):
+    def __init__(self, config, recompute=False):
         super().__init__()
         self.config, self.diffusion = config, Diffusion(config.diffusion_steps)
         d, c, p = config.hidden_size, config.in_channels, config.patch_size
-        self.batch, terms = BatchContext(), loss_terms(config, micro_batches)
+        self.batch, terms = BatchContext(), loss_terms(config)
         patches = described(nn.Conv2d(c, d, p, p), bound=xavier(c * p * p, d))
         steps = linear(2 * FREQUENCIES, d, INIT_STD), nn.SiLU(), linear(d, d, INIT_STD)
         classes = nn.Embedding(config.num_classes + 1, d)  # the last one: no class

@@ -19,7 +19,7 @@ class ImageEngine(Engine):
         super().__init__(config, groups, device, num_sources, layer, config.run.ema_decay)
 
     def build_model(self):
-        model = self.network(self.config.model, self.micro_batches, self.config.run.recompute)
+        model = self.network(self.config.model, self.config.run.recompute)
         model.initialize(self.config.run.seed)
         return model.to(self.device)
 

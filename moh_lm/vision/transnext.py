@@ -70,12 +70,11 @@ class Block(RoutedBlock):
 
 
 class TransNeXt(WholeModel):
-    """The whole model. config: ``ViTConfig``. micro_batches: of a step, over which the losses of the routers are
-    averaged. Parameters are left as torch makes them; ``initialize`` draws them."""
+    """The whole model. config: ``ViTConfig``. Parameters are left as torch makes them; ``initialize`` draws them."""
 
-    def __init__(self, config, micro_batches=1, recompute=False):
+    def __init__(self, config, recompute=False):
         super().__init__()
-        self.batch, terms = BatchContext(), loss_terms(config, micro_batches)
+        self.batch, terms = BatchContext(), loss_terms(config)
         self.num_stages, self.num_layers, self.drop_path = len(config.depths), config.num_layers, config.drop_path
         channels, layers = config.in_channels, map(config.layer, range(config.num_layers))
         for stage, width in enumerate(config.hidden_sizes):

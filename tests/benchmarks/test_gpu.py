@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from benchmarks import flags as known
 from benchmarks import gpu
-from benchmarks.flags import attention_flags, ceiling_flags, decode_flags, gpu_flags, loss_flags, step_flags
+from benchmarks.flags import gpu_flags
 
 FLAGS = {
-    "ceilings.py": ceiling_flags, "loss.py": loss_flags, "attention.py": attention_flags, "decode.py": decode_flags,
-    "step.py": step_flags,
+    "ceilings.py": known.ceiling_flags, "router.py": known.router_flags, "loss.py": known.loss_flags,
+    "attention.py": known.attention_flags, "decode.py": known.decode_flags, "step.py": known.step_flags,
 }  # fmt: skip
 
 
@@ -51,3 +52,12 @@ def test_rows_of_a_part_that_is_stopped_stay(measure, capsys):
     rows = measure({"endless": "import time; print('a row'); time.sleep(600)", "never": "print('b')"}, minutes="0.1")
     assert [row.get("line") for row in rows] == ["a row", None] and rows[-1]["code"] != 0
     assert "never: no time is left; the same command resumes here" in capsys.readouterr().out
+
+
+def test_rows_become_a_table_of_each_part(tmp_path):
+    lines = ["A100; torch", "dense  0.076  1.000", "moh-50  0.096  1.263"]
+    rows = [{"part": "step", "line": line} for line in lines] + [{"part": "step", "code": 0}]
+    output = tmp_path / "gpu.jsonl"
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "\n".join(gpu.tables(output)).splitlines()
+    assert text[1] == "### step" and text[-1] == "| moh-50 | 0.096 | 1.263 |" and text[4] == "|---|---|---|"

@@ -179,6 +179,9 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     assert total == 2 * parameter_counts(config.model)["total"]
 
 
+IN_GROUPS = "--num-key-value-heads 2 --routing-unit head_in_group"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "flags",
@@ -187,13 +190,14 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
         "--num-key-value-heads 4 --routed-keys selected", "--position cope --num-key-value-heads 2",
         "--head-dims 64 64 32 32 16 16 16 16 --routing query_norm", "--attention latent --routing query_norm",
         "--attention latent",
-        "--attention latent --q-lora-rank 96 --head-selection all",
+        "--attention latent --q-lora-rank 96 --head-selection all", "--routed-keys selected --routed-positions head",
+        f"{IN_GROUPS} --num-shared-heads 0 --num-active-routed-heads 2", f"{IN_GROUPS} --routing query_norm",
     ],
 )  # fmt: skip
 def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
     config = parse(f"{sizes} {flags}").model
-    model = build_model(config).to(dtype)
+    model = build_model(config, backends="groups" if config.chooses_in_groups else "dense").to(dtype)
     model.initialize(1)
     counted = 128 * ("cope" in config.position)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
@@ -255,8 +259,15 @@ class HeldBytes(TorchDispatchMode):
         return result
 
 
+def in_place(logits, labels, *_):
+    """In the place of the kernels of --fused-loss: the gradient where the logits are, and nothing as large besides."""
+    logits.zero_()
+    return torch.zeros(len(labels)), torch.zeros(len(labels))
+
+
+@pytest.mark.parametrize("kernels", [None, in_place])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, monkeypatch):
+def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, kernels, monkeypatch):
     for module in (cross_entropy, memory):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 2048 * 200)  # five chunks, and a smaller one
     tokens, model = 1024, parse(f"{LLM_B} --vocab-size 2048 --hidden-size 32").model
@@ -264,8 +275,8 @@ def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, monkeypatch
     weight = torch.randn(2048, 32, dtype=dtype, requires_grad=True)
     labels, partition = torch.randint(0, 2048, (tokens,)), even_partition(0, 2048, None)
     with HeldBytes() as held:
-        cross_entropy.linear_cross_entropy(x, weight, labels, partition, None)
-    assert held.peak == pytest.approx(loss_bytes(model, dtype.itemsize, tokens, tp=1), rel=0.05)
+        cross_entropy.linear_cross_entropy(x, weight, labels, partition, None, 0.0, kernels)
+    assert held.peak == pytest.approx(loss_bytes(model, dtype.itemsize, tokens, 1, bool(kernels)), rel=0.05)
 
 
 @pytest.mark.parametrize(

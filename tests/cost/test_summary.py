@@ -11,9 +11,11 @@ import torch
 
 from moh_lm import pretrain
 from moh_lm.cost.description import describe_heads
+from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate
 from moh_lm.cost.summary import describe_attention, describe_configuration, memory_warnings
+from moh_lm.cost.time import against_dense
 from moh_lm.flags import changes, parse_config
 from moh_lm.kernels import choose
 
@@ -116,8 +118,18 @@ def test_a_dry_run_says_what_other_devices_would_do(dry_run):
     text = " ".join(page.split())
     assert code == 0 and "tensor 1 x pipeline 1 x data 64, ZeRO-1, bf16; 1 micro-batches of 1 sequences" in text
     assert "on 64 devices; assumes 34% of 989 TFLOPS" in text and "attention auto: chosen on the H100" in text
+    assert "MoH at 16 tokens a step takes about" in text
     code, page = dry_run(*PLAN, *more, "MI300X", "--tensor-parallel-size", "3")
     assert code == 2 and "--tensor-parallel-size 3: needs a multiple of 3 processes, and 64 were started" in page
+
+
+@pytest.mark.parametrize("shared, seconds", [(4, 0.310), (8, 0.333)])
+def test_the_gain_of_a_mixture_is_near_what_an_h200_measured(shared, seconds):
+    """LLM-B on 2 x 8,192 tokens, whose dense step took 0.318 s (docs/results.md)."""
+    sizes = "--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16 --vocab-size 65536"
+    model = parse_config([*sizes.split(), *PLAN])[0].model
+    found = against_dense(model, 8192, Machine(1, 989), shared / 16, 4 / 16)
+    assert found == pytest.approx(seconds / 0.318, abs=0.03)
 
 
 @pytest.mark.parametrize("name, room", [("A100", "80.00"), ("NVIDIA H100 NVL", "94.00"), ("L40S", "48.00")])

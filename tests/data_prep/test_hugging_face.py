@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -337,3 +338,44 @@ def test_a_bos_that_the_tokenizer_lacks_is_refused(tmp_path):
     change(directory / "tokenizer_config.json", bos_token="<s>")
     stdout, _ = tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.txt", bos=True)
     assert "begin with <s> (id 1)" in stdout
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_batches_have_the_ids_of_single_texts(tmp_path, kind):
+    tokenizer = Tokenizer(str(hugging_face_tokenizer(tmp_path / "hf", kind)))
+    assert tokenizer.cache is not None
+    texts = [*TEXTS, *(text * 3 for text in TEXTS), "", " "]
+    for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
+        assert ids.tolist() == [*tokenizer.model.encode(text).tolist(), tokenizer.eos_id] and ids.dtype == np.int32
+
+
+class Gigatoken:
+    """In place of the package: the same ids, unless ``wrong``."""
+
+    wrong = False
+
+    def from_json(self, facts):
+        special = [token["content"] for token in json.loads(facts)["added_tokens"]]
+        assert special == [] and json.loads(facts)["post_processor"] is None
+        model = tokenizers.Tokenizer.from_str(facts)
+        return SimpleNamespace(encode=lambda text: np.array(model.encode(text).ids[Gigatoken.wrong :], np.uint32))
+
+
+def test_another_engine_has_the_same_ids_or_is_refused(tmp_path, monkeypatch):
+    directory = str(hugging_face_tokenizer(tmp_path / "hf", "bytes"))
+    monkeypatch.setitem(sys.modules, "gigatoken", SimpleNamespace(Tokenizer=Gigatoken()))
+    own, other = Tokenizer(directory), Tokenizer(directory, engine="gigatoken")
+    for ids, expected in zip(other.encode_all(TEXTS), own.encode_all(TEXTS), strict=True):
+        assert ids.tolist() == expected.tolist()
+    monkeypatch.setattr(Gigatoken, "wrong", True)
+    with pytest.raises(ShardError, match="gigatoken and tokenizers .* encode a document differently"):
+        list(Tokenizer(directory, engine="gigatoken").encode_all(TEXTS))
+
+
+def test_an_engine_that_cannot_encode_is_refused(tmp_path, monkeypatch, model):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    with pytest.raises(ConfigError, match="--engine gigatoken: cannot encode .*; pip install gigatoken, or leave"):
+        Tokenizer(str(hugging_face_tokenizer(tmp_path / "hf", "bytes")), engine="gigatoken")
+    monkeypatch.setitem(sys.modules, "gigatoken", SimpleNamespace())
+    with pytest.raises(ConfigError, match="it is for tokenizer.json of Hugging Face"):
+        Tokenizer(str(model), engine="gigatoken")

@@ -48,6 +48,10 @@ MODELS = {
         dict(num_shared_heads=(0,), num_active_routed_heads=(2,), routed_keys="selected", routing="query_norm",
              routing_unit="key_value_group"), dict(num_key_value_heads=4),
     ),
+    "own keys, own positions, groups, a window": (
+        dict(num_shared_heads=(2, 0), num_active_routed_heads=(2,), routed_keys="selected", routed_positions="head",
+             routing_unit="key_value_group"), dict(num_key_value_heads=4, window=(0, 4), rotary_fraction=0.5),
+    ),
     "12.5%": (dict(num_shared_heads=(0,), num_active_routed_heads=(1,)), dict(num_key_value_heads=2)),
     "all, tied, more norms": (dict(head_selection="all"), dict(tie_embeddings=True, qk_norm=True, post_norm=True)),
     "all, gates of features": (

@@ -18,6 +18,7 @@ OWN_KEYS = (
     "window, released, groups", "query norm",
 )  # fmt: skip
 OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OWN_KEYS}
+OF_OWN["own positions"] = CASES["window, released, groups"] | {"keys": "selected", "counts": "head"}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from moh_lm.inference import triton_decode  # noqa: E402
-from moh_lm.kernels import triton_attention  # noqa: E402
+from moh_lm.kernels import triton_attention, triton_router  # noqa: E402
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel  # noqa: E402
 from moh_lm.kernels.triton_compaction import TOKENS, compact_kernel  # noqa: E402
 from moh_lm.kernels.triton_forward import forward_kernel  # noqa: E402
@@ -128,6 +128,33 @@ def test_the_loss_moves_sixteen_bytes_and_spills_no_registers(kernel, access, ar
     pointers = {"z": "*bf16", "labels": "*i64", "stats": "*fp32", "logsumexp": "*fp32", "scale": "fp32", "zeta": "fp32"}
     compiled = compile_for(kernel, arch, pointers, constants, ["stride", "width"], OPTIONS)
     assert list(usage(compiled, tmp_path))[1] == 0 and access in compiled.asm["ptx"]
+
+
+ROUTERS = {  # (form, groups, shared, routed, heads of an expert, W_h), selected: by the GPU for which it is compiled
+    90: (("sigmoid", (1, 3, 9, 1, 0)), 3),
+    80: (("paper_scaled", (8, 2, 2, 1, 1)), 1),
+    100: (("released", (1, 16, 16, 1, 1)), 8),
+}
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("arch", ROUTERS)
+def test_a_router_uses_tensor_cores_and_spills_no_registers(arch, tmp_path):
+    (form, numbers), active = ROUTERS[arch]
+    pointers = dict.fromkeys("gates selection scores parts slope dgates dloss sums".split(), "*fp32") | {"used": "*i1"}
+    pointers |= dict.fromkeys(("x", "ws", "wr", "wt", "dx"), "*bf16")
+    of = triton_router.constants(form, numbers, torch.bfloat16)
+    more = dict.fromkeys(("bias", "use", "replayed")) | {"K": active, "RATE": 0.0, "SPLIT": True}
+    kernels = {
+        triton_router.forward_kernel: triton_router.FORWARD,
+        triton_router.backward_kernel: triton_router.backward_tiles(of),
+    }
+    for kernel, chosen in kernels.items():
+        constants = {name: value for name, value in (of | more | chosen).items() if name in kernel.arg_names}
+        chosen = {name: chosen[name] for name in ("num_warps", "num_stages")} | {"enable_fp_fusion": True}
+        compiled = compile_for(kernel, arch, pointers, constants, ["stride_s", "stride_b", "d"], chosen)
+        assert list(usage(compiled, tmp_path))[1] == 0 and "cp.async.cg.shared.global" in compiled.asm["ptx"]
+        assert any(product in compiled.asm["ptx"] for product in ("mma.sync", "wgmma.mma_async", "tcgen05.mma"))
 
 
 @needs_cuobjdump

@@ -126,7 +126,7 @@ CASES = {
 def make_config(
     shared, active, routing=None, two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
     unit="head", top_p=None, window=0, bias=None, keys="all", position="rotary", gate_width=0,
-    **positions,
+    counts="text", **positions,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
@@ -140,6 +140,7 @@ def make_config(
         routing_unit=unit,
         routing_top_p=top_p,
         routed_keys=keys,
+        routed_positions=counts,
         load_balance_bias_rate=0.05 if bias else 0.0,
         routing_entropy_coefficient=0.53,
         router_z_loss=0.29,
@@ -163,6 +164,10 @@ OWN_KEYS = (
     "window", "window, released, groups", "window, top-p",
 )  # fmt: skip
 OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OWN_KEYS}
+OF_OWN |= {
+    f"{name}, own positions": CASES[name] | {"keys": "selected", "counts": "head"}
+    for name in ("shared and routed", "groups, query norm", "window, released, groups")
+}
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), *OF_OWN.values()], ids=[*CASES, *OF_OWN])

@@ -62,6 +62,7 @@ OWN_KEYS = [
     {"routed_keys": "selected"},
     {"routed_keys": "selected", "num_key_value_heads": 2, "routing": "relu"},
     GROUPS | {"routed_keys": "selected", "routing": "query_norm", "head_dim": 16, "query_dim": 6},
+    GROUPS | {"routed_keys": "selected", "routed_positions": "head"},
 ]
 CASES = [
     {"num_key_value_heads": 2, "num_shared_heads": [0, 4], "num_active_routed_heads": [2, 0]},

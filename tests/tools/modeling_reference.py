@@ -34,6 +34,7 @@ def reference_layer(config, index):
     return Layer(
         routing, tuple(widths), rotary if config.layer_positions[index] == "rotary" else None,
         config.layer_windows[index], mixture and config.routed_keys == "selected", config.rms_norm_eps,
+        config.routed_positions == "head",
     )  # fmt: skip
 
 

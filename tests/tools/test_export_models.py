@@ -49,7 +49,10 @@ def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, 
     assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
 
 
-OWN_KEYS = replace(HEADS, routed_keys="selected")
+OWN_KEYS = HeadsConfig(
+    num_shared_heads=(2, 0), num_active_routed_heads=(2,), routing="released", routing_unit="key_value_group",
+    routed_keys="selected", routed_positions="head",
+)  # fmt: skip
 
 
 @torch.no_grad()

@@ -4,10 +4,12 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from data_prep import storage
 from moh_lm.data.files import seal
 from tests.data.directories import make_directory, open_dataset, open_sound
 from tools.shards import fetch
 
+REMEDY = "check the connection and the credentials; run the same command again to resume"
 SHARDS = {"books": [[300] * 40, [200] * 30], "web": [[500] * 20]}
 
 
@@ -41,7 +43,7 @@ class Broken(MemoryFileSystem):
 def remote(tmp_path, monkeypatch):
     """memory://data with a data directory, whose files are a dictionary."""
     fsspec.register_implementation("broken", Broken, clobber=True)
-    monkeypatch.setattr(fetch, "PAUSE", 0.001)
+    monkeypatch.setattr(storage, "PAUSE", 0.001)
     directory = make_directory(tmp_path / "origin", SHARDS)
     files = fsspec.filesystem("memory")
     for path in directory.rglob("*.*"):
@@ -81,7 +83,7 @@ def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeyp
         Broken.budget, calls = 7000, calls + 1
         code, _, said = tool("fetch_data", "broken://data", "--output", tmp_path / "copy", "--workers", 1)
         assert code in (0, 1), said
-        assert code == 0 or said.endswith("(connection lost); run the same command again to resume\n")
+        assert code == 0 or said.endswith(f"(connection lost); {REMEDY}\n")
         assert (tmp_path / "copy" / "manifest.json").exists() == (code == 0)
         copied.append(sum(map(len, contents(tmp_path / "copy").values())))
     total = sum(map(len, contents(tmp_path / "origin").values()))

@@ -33,6 +33,7 @@ MODELS = {
     "in groups": replace(
         MODEL, heads=HeadsConfig(num_shared_heads=(4, 0), num_active_routed_heads=(4,), routing_unit="head_in_group")
     ),
+    "own positions": replace(MODEL, heads=replace(HEADS, routed_keys="selected", routed_positions="head")),
     "plain": replace(MODEL, heads=HeadsConfig()),
     "narrow": replace(MODEL, heads=HeadsConfig(head_selection="gated", routing="softplus", gate_width=3)),
     "norms": replace(MODEL, qk_norm=True, post_norm=True),

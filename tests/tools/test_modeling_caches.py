@@ -112,6 +112,25 @@ def test_heads_with_their_own_keys_run_in_fp16_autocast(attention):
 
 
 @torch.no_grad()
+def test_positions_in_heads_go_on_where_a_window_forgets_keys():
+    model = make_model(routed_keys="selected", routed_positions="head", layer_windows=[0, 4], num_shared_heads=[1, 0])
+    tokens, cache, pieces = random_tokens(1, 12), None, []
+    for start, stop in ((0, 7), (7, 9), (9, 10), (10, 12)):
+        outputs = model(tokens[:, start:stop], past_key_values=cache)
+        cache = outputs.past_key_values
+        pieces.append(outputs.logits)
+    expected = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=3e-6 * expected.abs().max().item())
+    assert_equals_reference(model, tokens[0])
+    mask = torch.ones_like(tokens)
+    mask[0, 5] = 0  # what is masked is not counted, wherever it stands
+    texts = [model.generate(tokens, attention_mask=mask, use_cache=use_cache, **GREEDY) for use_cache in (False, True)]
+    assert texts[0].equal(texts[1])
+    with pytest.raises(ValueError, match="routed_positions head: .*choose a DynamicCache"):
+        model(tokens, past_key_values=StaticCache(model.config, max_cache_len=12))
+
+
+@torch.no_grad()
 def test_a_cache_is_taken_by_its_old_and_its_new_name():
     model, tokens = make_model(), random_tokens(2, 9)
     expected = model(tokens, use_cache=False).logits[:, 6:]

@@ -164,6 +164,7 @@ def test_rotary_settings_of_from_pretrained_are_used_and_saved(changes, tmp_path
         ({"query_dim": 6, "head_dim": 7, "num_key_value_heads": 2}, "query_dim 6: head_dim 7 must be 2 above it at"),
         ({"two_stage": "no"}, "two_stage 'no': must be true or false"),
         ({"routed_keys": "own"}, "routed_keys 'own': must be one of all, selected"),
+        ({"routed_positions": "head"}, "routed_positions 'head': must be one of text"),
     ],
 )
 def test_a_configuration_that_the_model_cannot_compute_is_refused(changes, message):

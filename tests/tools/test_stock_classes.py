@@ -27,6 +27,9 @@ MODELS = {
     "tied, one key": ("qwen3_5", replace(GATED, tie_embeddings=True, num_key_value_heads=1)),
     "a part is turned": ("qwen3_5", replace(GATED, rotary_fraction=0.5)),
     "narrow gates": ("qwen3_5", replace(GATED, heads=replace(NARROW, routing="sigmoid"))),
+    "gates of features": (
+        "qwen3_5", replace(GATED, element_gates=True, heads=HeadsConfig(head_selection="all")),
+    ),
     "laguna": ("laguna", SOFTPLUS),
     "laguna, tied, narrow gates, window": (
         "laguna", replace(SOFTPLUS, heads=NARROW, window=(6, 0), tie_embeddings=True, num_key_value_heads=1)

@@ -143,7 +143,8 @@ class Bench:
         """{name: gradient} on this process, summed over micro-batches in fp32 or wider."""
         config = self.config()
         batches = self.batches(0, config)
-        model = build_model(config.model, micro_batches=len(batches)).to(dtype)
+        model = build_model(config.model).to(dtype)
+        model.batch.begin(False, len(batches))
         weights = {name: weight.to(weights_dtype) for name, weight in full_parameters(directory / f"step-{step}")}
         model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
         wide = torch.promote_types(dtype, torch.float32)

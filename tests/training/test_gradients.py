@@ -50,7 +50,8 @@ def gradients_of_autograd(config, step, size):
     dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
     count = size * MICRO_BATCHES
     backends = layer_backends(config, torch.device("cpu"))
-    model = build_model(config.model, z_loss=config.optimizer.z_loss, micro_batches=count, backends=backends)
+    model = build_model(config.model, z_loss=config.optimizer.z_loss, backends=backends)
+    model.batch.begin(False, count)
     model.initialize(config.run.seed)
     model = model.to(dtype)
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in model.named_parameters()}

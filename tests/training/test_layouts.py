@@ -45,7 +45,7 @@ MODELS = {
     "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
     "no shared head below, windows, own keys": (
         "--routing sigmoid --num-attention-heads 8 12 16 8 --num-shared-heads 0 4 8 8 "
-        "--num-active-routed-heads 4 2 4 0 --window 5 0 9 0 --routed-keys selected "
+        "--num-active-routed-heads 4 2 4 0 --window 5 0 9 0 --routed-keys selected --routed-positions head "
         "--position rotary none rotary none --rotary-fraction 0.5 --reset-at-documents"
     ),
 }

@@ -29,6 +29,7 @@ LENGTH, DOCUMENTS = 12, [[0, 5], [0, 1, 9], [0]]  # tokens; where documents of t
         (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), dict(window=(5, 0))),
         (dict(routing="query_norm", num_shared_heads=(4,)), dict(num_key_value_heads=4)),
         (dict(num_shared_heads=(4,), routed_keys="selected"), dict(num_key_value_heads=4)),
+        (dict(num_shared_heads=(4,), routed_keys="selected", routed_positions="head"), {}),
         (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
         (dict(head_selection="gated"), LATENT),
         (dict(head_selection="all"), dict(qk_norm=True, post_norm=True)),

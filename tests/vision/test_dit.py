@@ -28,7 +28,8 @@ def make_model(heads=(4,), head_dim=None, recompute=False, micro_batches=1, beta
         input_size=SIZE, in_channels=CHANNELS, patch_size=PATCH, num_classes=CLASSES, hidden_size=D, num_layers=LAYERS,
         num_attention_heads=heads, head_dim=head_dim, heads=ImageHeadsConfig(load_balance_coefficient=beta, **settings),
     )  # fmt: skip
-    model = DiT(config, micro_batches, recompute).double()
+    model = DiT(config, recompute).double()
+    model.batch.begin(False, micro_batches)
     model.initialize(seed=3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -38,9 +38,11 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.inference.sampling import wide
+from moh_lm.kernels.core_attention import CoreAttention
 from moh_lm.kernels.gated_attention import dense_heads
 from moh_lm.kernels.masks import AttentionMask
 from moh_lm.model.batch_context import RouterInputs
+from moh_lm.model.block import modules_of
 from tools.heads.importance import written_sizes
 
 FEWEST = 20  # queries that a measure needs
@@ -97,10 +99,10 @@ def read_heads(layer, x):
     """The ``Heads`` of a layer with input x [s, b, d]: the inputs of its core attention, and its output without
     gates."""
     attention, found = layer.self_attn, []
-    with attention.core_attention.register_forward_pre_hook(lambda _, given: found.append(given)):
+    (core,) = modules_of(attention, CoreAttention)
+    with core.register_forward_pre_hook(lambda _, given: found.append(given)):
         attention(layer.input_layernorm(x), RouterInputs())
     ((query, key, value, gates, selected, mask),) = found
-    core = attention.core_attention
     gates = query.new_ones(query.shape[:-1]) if gates is None else gates
     used = torch.ones_like(gates, dtype=torch.bool) if selected is None else selected != 0
     seen = core.visible(query, key, mask)

@@ -10,22 +10,17 @@ manifest, which is sealed itself. The sidecar comes last, and the manifest after
 import hashlib
 import os
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
-
-import fsspec
 
 from data_prep.output import check_tokenizer_files, only_run, writable_directory
 from data_prep.report import progress_bar
+from data_prep.storage import BLOCK, file_system, persistently
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, flush
+from moh_lm.data.files import ShardError, beside, flush, sha256_of
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 
-ATTEMPTS = 3
-PAUSE = 1.0  # seconds before the second attempt, and twice as many before each next one
-BLOCK = 1 << 22
 SHORT = 2**24  # bytes that are copied before a bar would be of use
 SUFFIXES = (".bin", ".idx")
 
@@ -66,37 +61,17 @@ class Origin:
 
     def __init__(self, url):
         self.url = url.rstrip("/")
-        try:
-            self.files, self.root = fsspec.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise ConfigError([f"FROM {url}: {error}; pip install -e '.[remote]'"]) from error
+        self.files, self.root = file_system(self.url)
 
     def path(self, name):
         return f"{self.root.rstrip('/')}/{name}"
 
     def small_file(self, name):
         """The bytes of a file; None if it is absent. Raises OSError."""
-
-        def read():
-            try:
-                return self.files.cat_file(self.path(name))
-            except FileNotFoundError:
-                return None
-
-        return persistently(f"{self.url}/{name}", read)
-
-
-def persistently(name, work):
-    """What ``work()`` returns, with retries after failures. Raises OSError with the last reason."""
-    for attempt in range(ATTEMPTS):
         try:
-            return work()
-        except ShardError:
-            raise
-        except Exception as error:  # each protocol has its own
-            reason = str(error) or type(error).__name__
-        time.sleep(PAUSE * 2**attempt if attempt + 1 < ATTEMPTS else 0)
-    raise OSError(f"{name}: cannot be copied ({reason})")
+            return persistently(f"{self.url}/{name}", lambda: self.files.cat_file(self.path(name)))
+        except FileNotFoundError:
+            return None
 
 
 def stage(origin, output, staged):
@@ -152,7 +127,7 @@ def fetch_unit(origin, output, source, unit, entry, report):
         copy = Copy(origin, name, beside(prefix, suffix), facts[suffix[1:]], report)
         if not (copy.attempt() or copy.attempt()):  # the first one may have gone on from a part of another file
             raise ShardError(f"{origin.url}/{name}: is not what its sidecar says; restore it there")
-    flush_file(staged)
+    flush(staged)
     os.replace(staged, sidecar)
     flush(prefix.parent)
 
@@ -170,14 +145,10 @@ class Copy:
     def attempt(self):
         """Copy the file; returns whether it matches the sidecar and got its final name. Raises OSError."""
         persistently(f"{self.origin.url}/{self.name}", self.go_on)
-        digest = hashlib.sha256()
-        with open(self.part, "rb") as part:
-            while block := part.read(BLOCK):
-                digest.update(block)
-        if digest.hexdigest() != self.facts["sha256"]:
+        if sha256_of(self.part) != self.facts["sha256"]:
             self.part.unlink()
             return False
-        flush_file(self.part)
+        flush(self.part)
         os.replace(self.part, self.target)
         return True
 
@@ -188,8 +159,3 @@ class Copy:
             while block := file.read(BLOCK):
                 part.write(block)
                 self.report(len(block))
-
-
-def flush_file(path):
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

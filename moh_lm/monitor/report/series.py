@@ -97,7 +97,8 @@ class RunRecord:
 
     def tokens_at(self, step):
         """Tokens up to ``step``, from the rows; later steps are counted with the current sequence length."""
-        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.tokens_per_iteration
+        count, last = self.config.tokens_after, self.last_row
+        return last["tokens"] + count(step) - count(last["step"])
 
     def tokens_of_parent(self, training):
         """Tokens that another run had read before this one started from its checkpoint."""
@@ -105,7 +106,7 @@ class RunRecord:
         if not training or first["event"] == "saved":
             return 0
         row = training[0]
-        return row["tokens"] - (row["step"] - first["step"]) * self.config.tokens_per_iteration
+        return row["tokens"] - self.config.tokens_after(row["step"]) + self.config.tokens_after(first["step"])
 
     def standing_events(self):
         """The events, without those of steps that a later resume undid."""

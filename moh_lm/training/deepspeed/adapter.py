@@ -42,7 +42,7 @@ def wrap(model, optimizer, config, groups, micro_batches):
     """DeepSpeed's engine for ``model``, which it shards as ``config`` says.
 
     optimizer: a torch optimizer over parameters of ``model``. micro_batches: number of them per step and data-parallel
-    rank.
+    rank; see ``accumulate``.
     """
     needs_groups = groups.tensor is not None and groups.pipeline is None  # a PipelineModule makes its own
     with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
@@ -54,6 +54,14 @@ def wrap(model, optimizer, config, groups, micro_batches):
             dist_init_required=False,
         )
     return engine
+
+
+def accumulate(engine, micro_batches):
+    """Have DeepSpeed's ``engine`` sum the gradients of so many micro-batches of each rank in the steps to come."""
+    if micro_batches != engine.gradient_accumulation_steps():
+        engine.set_train_batch_size(micro_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+        engine.optimizer.gradient_accumulation_steps = micro_batches
+        engine.micro_steps = 0  # which it divides by that number to find the last micro-batch of a step
 
 
 def set_z3_leaf_modules(model, kinds):

@@ -15,6 +15,9 @@ def deepspeed_config(config, micro_batches, num_parameters):
         "zero_optimization": {
             "stage": config.parallel.zero_stage,
             "reduce_bucket_size": min(REDUCE_BUCKET, num_parameters),  # allocated, however small the model
+            "allgather_bucket_size": REDUCE_BUCKET,
+            # In stages 1 and 2 a second bucket, for sums that end with the last micro-batch anyway.
+            "overlap_comm": config.parallel.zero_stage == 3,
             **({"offload_optimizer": {"device": "cpu"}} if config.parallel.offload_optimizer else {}),
         },
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs a compiler and gives other numbers

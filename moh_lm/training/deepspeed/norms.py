@@ -179,7 +179,8 @@ def norm_of(tensors, groups):
 
     It is taken on the rank's own device, also where DeepSpeed offloads: there gradients are, and ranks can sum.
     """
-    total = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
-    for tensor in tensors:
-        total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
-    return sum_over_ranks(total, *groups).sqrt().float()
+    norms = torch._foreach_norm([tensor.detach() for tensor in tensors], dtype=torch.float64) if tensors else ()
+    total = torch.zeros(1 + len(norms), dtype=torch.float64, device=get_accelerator().current_device_name())
+    if norms:
+        torch.stack(norms, out=total[1:])
+    return sum_over_ranks(total.square().sum(), *groups).sqrt().float()

@@ -30,7 +30,7 @@ def imported(tool, tmp_path):
 
     def call(source, *flags, output="run"):
         code, _, errors = tool("import_hf", "--model", source, "--output", tmp_path / output, *flags)
-        assert code == 0, errors
+        assert code == 0 and "de-quantizing" not in errors, errors  # a bar of transformers
         return tmp_path / output
 
     return call

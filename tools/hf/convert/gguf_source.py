@@ -83,10 +83,11 @@ def check(path):
 
 def write_model(path, directory):
     """Write config.json and model.safetensors, in fp32, of the GGUF file ``path``."""
-    import transformers
+    from transformers import LlamaForCausalLM, logging, modeling_gguf_pytorch_utils
 
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    logging.disable_progress_bar()
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # the bar that the line above leaves on
+    model = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     config.pop("quantization_config", None)  # transformers 5 says there which file was read
     weights = model.state_dict()

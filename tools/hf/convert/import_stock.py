@@ -13,7 +13,7 @@ from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert import keys
 from tools.hf.convert.import_config import model_config, type_problems
 from tools.hf.convert.import_weights import Source
-from tools.hf.convert.stock_classes import CLASSES
+from tools.hf.convert.stock_classes import CLASSES, FEATURES, GATES
 
 SILENT = (  # keys that say nothing of the function, or that are checked by themselves
     "architectures", "model_type", "max_position_embeddings", "initializer_range", "use_cache", "bos_token_id",
@@ -22,8 +22,9 @@ SILENT = (  # keys that say nothing of the function, or that are checked by them
 KINDS = {kind.model_type: kind for kind in CLASSES.values()}
 
 
-def read_stock(values):
-    """(config.json's ``values`` in the keys of a moh_llama, the ``StockClass`` that they were written for).
+def read_stock(values, directory):
+    """(config.json's ``values`` in the keys of a moh_llama, the ``StockClass`` that they were written for). directory:
+    with the weights, which tell gates of features from those of heads.
 
     Values of any other model are returned as they are, with None. Raises ConfigError with all that cannot be read.
     """
@@ -52,7 +53,19 @@ def read_stock(values):
     odd = sorted(key for key in values.keys() - written.keys() - {*SILENT} if values[key] is not None)
     problems += [f"{key} {values[key]!r}: has no counterpart here" for key in odd]
     raise_any([f"config.json: {problem}; only what export_hf --as has written can be read" for problem in problems])
+    if kind.gates_features and gates_differ(StockSource(directory, stock)):
+        for entry in keys.HEADS:
+            plain.pop(entry.key, None)
+        plain |= {"head_selection": "all", "element_gates": True}
+        stock = kind(model_config(plain))
     return plain, stock
+
+
+def gates_differ(source):
+    """Whether some head of the ``StockSource`` has a gate that is not the same for all of its features."""
+    heads, names = source.stock.model.num_attention_heads, [name for name in source.shapes if name.endswith(GATES)]
+    layers = (source.rows(name.replace(GATES, FEATURES)).unflatten(0, (heads, -1)) for name in names)
+    return not all(gates.eq(gates[:, :1]).all() for gates in layers)
 
 
 class StockSource(Source):

@@ -62,6 +62,7 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("gate_width", "gate_width", 0),
     Key("routing_unit", "routing_unit", "head"),
     Key("routed_keys", "routed_keys", "all"),
+    Key("routed_positions", "routed_positions", "text"),
     Key("routing_dtype", "routing_dtype", "fp32"),
     Key("routing_top_p", "routing_top_p", None),
     Key("load_balance_bias_rate", "load_balance_bias_rate", 0.0),

@@ -1,8 +1,8 @@
 """Gated models in classes that other libraries have: export_hf --as, for a model that loads without remote code.
 
     qwen3_5    Qwen3_5ForCausalLM of transformers 5: sigmoid(G x) * (softmax(q k) v), then W_O. One projection gives the
-               query of a head and, behind it, a gate for each of its features; norms multiply by 1 + w. A head-wise
-               gate g_i = 2 sigmoid(s_i) is such a gate with equal rows, and its 2 goes into W_O
+               query of a head and, behind it, a gate for each of its features; norms multiply by 1 + w. Gates of
+               features are those, a head-wise gate g_i = 2 sigmoid(s_i) is one with equal rows; the 2 goes into W_O
     laguna     LagunaForCausalLM of transformers 5.7: g_i = softplus(s_i) for each head, windows, and layers with other
                numbers of query heads, which all have as many keys: those of a smaller layer are repeated
 
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from tools.hf.convert.keys import FIXED, FULL, MODEL, SLIDING, written_rope
 
-GATES = "router.w_shared"  # of the trainer
+GATES, FEATURES = "router.w_shared", "g_proj.weight"  # of the trainer
+QUERIES = "self_attn.q_proj.weight"
 
 
 class StockClass:
@@ -27,6 +28,7 @@ class StockClass:
     """
 
     name = model_type = architecture = routing = gates = None
+    gates_features = False  # each by itself
 
     def __init__(self, model):
         self.model = model
@@ -35,9 +37,10 @@ class StockClass:
         """Sentences on what the class cannot compute of the model; empty if it can be written."""
         model, heads = self.model, self.model.heads
         gated = heads.head_selection == "mixture" and not model.routed_layers()
+        own = self.gates_features and model.element_gates
         found = [
-            (not gated, "--head-selection: it gates every head and chooses none, which is gated"),
-            (heads.routing != self.routing, f"--routing {heads.routing}: its gates are {self.gates}"),
+            (not (gated or own), "--head-selection: it gates every head and chooses none, which is gated"),
+            (heads.routing != self.routing and not own, f"--routing {heads.routing}: its gates are {self.gates}"),
             (not model.qk_norm, "without --qk-norm: it normalises queries and keys"),
             (model.post_norm, "--post-norm: it normalises in front of a layer only"),
             (model.attention != "heads", f"--attention {model.attention}: it keeps keys and values of heads"),
@@ -66,7 +69,7 @@ class StockClass:
 
 class Qwen35(StockClass):
     name, model_type, architecture = "qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM"
-    routing, gates = "sigmoid", "sigmoids"
+    routing, gates, gates_features = "sigmoid", "sigmoids", True
 
     def own_problems(self):
         alike = len(self.model.head_counts) == 1 and not self.model.head_dims
@@ -98,8 +101,8 @@ class Qwen35(StockClass):
         for name, tensor in tensors:
             if name.endswith("q_proj.weight"):
                 queries[name] = tensor
-            elif name.endswith(GATES):
-                name = name.replace(GATES, "q_proj.weight")
+            elif name.endswith((GATES, FEATURES)):
+                name = name.partition("self_attn.")[0] + QUERIES
                 yield name, self.with_gates(queries.pop(name), self.wide(tensor))
             elif name.endswith("self_attn.o_proj.weight"):
                 yield name, 2 * tensor
@@ -107,24 +110,27 @@ class Qwen35(StockClass):
                 yield name, tensor - 1 if "norm" in name else tensor
 
     def with_gates(self, query, gates):
-        """[h e, d] and [h, d] -> [2 h e, d]: of every head its query's rows, then its gate's row for each feature."""
+        """[h e, d] and [h or h e, d] -> [2 h e, d]: of every head its query's rows, then a gate's for each feature."""
         heads, features = self.model.num_attention_heads, self.model.head_dim
-        repeated = gates[:, None].expand(heads, features, -1)
+        repeated = gates.unflatten(0, (heads, -1)).expand(heads, features, -1)
         return torch.cat((query.unflatten(0, (heads, features)), repeated), 1).flatten(0, 1)
 
     def original(self, name, read):
         """The trainer's tensor of that name. read: the class's, by its name."""
         heads, features = self.model.num_attention_heads, self.model.head_dim
         if self.is_arranged(name):
-            joint = read(name.replace(GATES, "q_proj.weight")).unflatten(0, (heads, 2 * features))
-            return self.narrow(joint[:, features]) if name.endswith(GATES) else joint[:, :features].flatten(0, 1)
+            joint = read(name.partition("self_attn.")[0] + QUERIES)
+            queries, gates = joint.unflatten(0, (heads, -1)).split(features, 1)
+            if name.endswith(GATES):
+                return self.narrow(gates[:, 0])
+            return (gates if name.endswith(FEATURES) else queries).flatten(0, 1)
         if name.endswith("self_attn.o_proj.weight"):
             return read(name) / 2
         return read(name) + 1 if "norm" in name else read(name)
 
     def is_arranged(self, name):
         """Whether the rows of the trainer's tensor of that name are not those of the class's, in their order."""
-        return name.endswith(("q_proj.weight", GATES))
+        return name.endswith(("q_proj.weight", GATES, FEATURES))
 
 
 class Laguna(StockClass):

@@ -15,6 +15,8 @@ The keys are those of ``LlamaConfig`` and these:
                              as many heads are shared, and as many selected, in every group of heads that share a
                              key/value head, the shared ones first in the group
     routed_keys              all; selected: a routed head sees, and keeps, the tokens only that select it
+    routed_positions         text; head: the position of a token in a routed head is the number of earlier tokens that
+                             use the head, for routed_keys selected
     query_dim                where the caches of an engine need heads wider than the model's, for routed_keys selected:
                              the model's; head_dim is then that of the caches
     attention                heads; latent: keys and values of all heads are made of one vector of a token, of
@@ -84,6 +86,7 @@ DEFAULTS = {  # of the keys that are kept as they are
     "gate_width": 0,
     "routing_unit": "head",
     "routed_keys": "all",
+    "routed_positions": "text",
     "routing_dtype": "fp32",
     "routing_top_p": None,
     "cope_max_position": 64,
@@ -224,11 +227,13 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "
                 f"{self.num_attention_heads}"
             )
+        own_tokens = self.routed_keys == "selected" and self.heads_per_expert == self.queries_per_key
         for key, allowed in (
             ("head_selection", HEAD_SELECTIONS),
             ("routing", FORMS),
             ("routing_unit", ROUTING_UNITS),
             ("routed_keys", ROUTED_KEYS if self.attention == "heads" else ROUTED_KEYS[:1]),
+            ("routed_positions", ("text", "head") if own_tokens else ("text",)),
             ("attention", ATTENTIONS),
             ("routing_dtype", ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]),
         ):

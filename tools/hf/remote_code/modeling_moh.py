@@ -124,6 +124,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             r, e = config.queries_per_key, config.head_dim
             override = f'{{"head_dim": {-(-(e + r) // 16) * 16}, "query_dim": {e}}}'
             raise ValueError(f"routed_keys selected: vLLM's cache has no room for it; use --hf-overrides '{override}'")
+        if config._attn_implementation == "vllm" and marked and config.routed_positions == "head":
+            raise ValueError("routed_positions head: vLLM keeps keys at positions of the text; use transformers")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
         if "learned" in config.layer_positions:
@@ -159,9 +161,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         kinds = {window: "sliding_attention" if window else "full_attention" for window in windows}
         return {window: attention_mask[kind] for window, kind in kinds.items()}  # of continuous batching
 
-    def keep_own_keys(self, cache, attention_mask, length, output_attentions):
-        """Have the layers of a cache that is empty keep what heads use only, but where attention weights are
-        asked for. -> Which of the last ``length`` tokens are no padding, bool [b, length], or None for all."""
+    def keep_own_keys(self, cache, attention_mask, output_attentions):
+        """Have the layers of a cache that is empty keep what heads use only, but where attention weights are asked
+        for."""
         layers = getattr(cache, "layers", None) or []
         if output_attentions and any(isinstance(cached, OwnKeysLayer) for cached in layers):
             raise ValueError("output_attentions: the cache has left out keys; give it from the first token on")
@@ -172,8 +174,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             own = self.layers[index].self_attn
             if own.own_keys and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own.head_dim):
                 cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
-        padding = of_padding(attention_mask)
-        simple = attention_mask is None or padding is not None
+        simple = attention_mask is None or of_padding(attention_mask) is not None
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
         plain = plain and not output_attentions and not getattr(cache, "offloading", False)
         if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
@@ -181,7 +182,6 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             for index, layer in enumerate(self.layers):
                 if layer.self_attn.own_keys and type(cache.layers[index]) is DynamicLayer:
                     cache.layers[index] = OwnKeysLayer()
-        return None if padding is None else padding[:, -length:].bool()
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
@@ -217,7 +217,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         present = None
         if config.routed_keys == "selected" and past_key_values is not None:
-            present = self.keep_own_keys(past_key_values, attention_mask, x.shape[1], output_attentions)
+            self.keep_own_keys(past_key_values, attention_mask, output_attentions)
+        if config.routed_keys == "selected" and (padding := of_padding(attention_mask)) is not None:
+            present = padding[:, -x.shape[1] :].bool()
         masks = self.masks(x, attention_mask, past_key_values, cache_position, position_ids)
         position_embeddings = self.rotary_emb(x, position_ids)
 

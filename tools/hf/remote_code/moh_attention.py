@@ -12,6 +12,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from .moh_own_keys import (
     OwnKeysLayer,
@@ -21,6 +22,7 @@ from .moh_own_keys import (
     marked_key,
     marked_query,
     own_layer,
+    positions_in_heads,
     unpacked,
 )
 from .moh_positions import rotary_of, rotary_table
@@ -131,6 +133,7 @@ class MoHLlamaAttention(nn.Module):
         self.g_proj = nn.Linear(config.hidden_size, size, bias=False) if config.element_gates else None
         routed = self.router is not None and self.num_shared < self.num_heads
         self.own_keys = routed and config.routed_keys == "selected"
+        self.own_positions = self.own_keys and self.rotary is not None and config.routed_positions == "head"
         r = self.num_key_value_groups
         self.num_kept_heads = self.num_heads // r  # the key/value heads that a token can use
         if self.own_keys and not self.router.form.by_sign:
@@ -162,6 +165,12 @@ class MoHLlamaAttention(nn.Module):
             raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
         return self.router(query)
 
+    def turned(self, query, key, positions):
+        """query [b, h, s, e] and key [b, h / r, k, e] at positions [b, h / r, k], whose last s are the queries'."""
+        asked = positions[..., -query.shape[2] :].repeat_interleave(self.num_key_value_groups, 1)
+        pairs = (query, asked), (key, positions)
+        return (self.rotary.apply_rotary(x, rotary_table(self.rotary, x, places)) for x, places in pairs)
+
     def forward(
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
         present=None, position_ids=None, **kwargs,
@@ -176,7 +185,7 @@ class MoHLlamaAttention(nn.Module):
             values = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
             query, key = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)  # [b, h, s, head_dim]
             value = values.transpose(1, 2)
-            if self.rotary:
+            if self.rotary and not self.own_positions:
                 query, key = (self.rotary.apply_rotary(x, position_embeddings) for x in (query, key))
         gates, selected, scores = self.route(hidden_states, queries)
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
@@ -184,13 +193,17 @@ class MoHLlamaAttention(nn.Module):
         # kwargs, and puts there what the attention needs.
         more = kwargs if "read_index" in kwargs else {"cache_position": cache_position}
         used = used.transpose(1, 2)  # [b, h, s]
+        if present is not None:  # padding uses no head
+            used = used & present.unsqueeze(1)
         static, num_keys = isinstance(layer, OwnKeysStaticLayer), key.shape[1]
         steps = static and query.shape[2] == 1 and self.config._attn_implementation == "sdpa"
+        if self.own_positions and layer is not None:  # which keeps keys at their positions
+            query, key = self.turned(query, key, layer.positions(used[:, :: self.num_key_value_groups]))
         if static:
             more["used"] = used
             key, value = past_key_values.update(key, value, self.layer_idx, more)
         elif layer is not None:
-            layer.keep(key, value, used, present)
+            layer.keep(key, value, used)
         if steps:
             attention_mask = kept_mask(layer.members, num_keys, key.shape[1], attention_mask, key.dtype)
         elif static:
@@ -202,6 +215,10 @@ class MoHLlamaAttention(nn.Module):
             key, value = marked_key(key, value, layer.members if static else used, self.config.head_dim)
         if past_key_values is not None and layer is None:
             key, value = past_key_values.update(key, value, self.layer_idx, more)
+        if self.own_positions and layer is None:  # all keys are here, and their marks say which tokens use them
+            if not isinstance(past_key_values, DynamicCache | None):
+                raise ValueError("routed_positions head: this cache cannot count tokens; choose a DynamicCache")
+            query, key = self.turned(query, key, positions_in_heads(key[..., self.head_dim] == 0))
         if self.projects:
             key, value = self.expand(key, value)
         if self.cope is not None:
@@ -279,7 +296,7 @@ class MoHLlamaUnevenAttention(MoHLlamaAttention):
         widths, wide, turns = self.config.head_dims, self.head_dim, {}
         for width in {*widths} if self.rotary is not None else ():
             rotary = rotary_of(self.config, width)
-            table = rotary_table(rotary, hidden_states, position_ids)
+            table = rotary_table(rotary, hidden_states, position_ids.unsqueeze(1))
             turns[width] = functools.partial(rotary.apply_rotary, table=table)
 
         def turned(head):

@@ -49,6 +49,12 @@ def marked_key(key, value, used, head_dim):
     return torch.cat((key, hides), -1), F.pad(value, (0, room))
 
 
+def positions_in_heads(used, before=0):
+    """The position of each token among those that use a head, bool [b, n, k] -> int64 [b, n, k]. before: so many are
+    earlier, [b, n, 1]."""
+    return (before + used.cumsum(-1) - 1).clamp_min(0)
+
+
 class OwnKeysLayer(DynamicLayer or object):
     """A layer of a dynamic cache that keeps the keys and values of the heads only that a token uses.
 
@@ -58,10 +64,12 @@ class OwnKeysLayer(DynamicLayer or object):
 
     cumulative_length, counts = 0, None
 
-    def keep(self, key, value, used, present):
-        """key, value: [b, h / r, s, e]. used: bool [b, h, s]. present: bool [b, s], False for padding; or None."""
-        if present is not None:
-            used = used & present.unsqueeze(1)
+    def positions(self, used):
+        """``positions_in_heads`` of new tokens: used, bool [b, h / r, s]; heads that share a key are used together."""
+        return positions_in_heads(used, 0 if self.counts is None else self.counts.unsqueeze(-1))
+
+    def keep(self, key, value, used):
+        """key, value: [b, h / r, s, e]. used: bool [b, h, s]."""
         members = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
         positions = self.cumulative_length + torch.arange(key.shape[2], dtype=torch.int32, device=key.device)
         positions = positions.expand(key.shape[:3])
@@ -146,6 +154,12 @@ class OwnKeysStaticLayer(StaticLayer or object):
     def __init__(self, max_cache_len, num_kept_heads):
         super().__init__(max_cache_len)
         self.num_kept_heads = num_kept_heads
+
+    def positions(self, used):
+        """See ``OwnKeysLayer``."""
+        if self.members is None:
+            return positions_in_heads(used)
+        return positions_in_heads(used, self.members[:, :: self.members.shape[1] // used.shape[1]].sum(-1, True))
 
     def update(self, key, value, more, **kwargs):
         """key, value: [b, h / r, s, e]. more: cache_position, the slots of transformers 4, and used, bool [b, h, s].

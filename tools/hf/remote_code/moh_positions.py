@@ -31,7 +31,7 @@ class MoHLlamaRotaryEmbedding(nn.Module):
         self.rotary = rotary_of(config)
 
     def forward(self, x, position_ids):
-        return rotary_table(self.rotary, x, position_ids)
+        return rotary_table(self.rotary, x, position_ids.unsqueeze(1))
 
 
 def rotary_of(config, width=None):
@@ -41,11 +41,11 @@ def rotary_of(config, width=None):
     return Rotary(int(width * rope.get("partial_rotary_factor", 1.0)), type=rope["rope_type"], **settings)
 
 
-def rotary_table(rotary, x, position_ids):
-    """cos and sin [b, 1, s, r] at these positions [b, s], in the dtype of x."""
+def rotary_table(rotary, x, positions):
+    """cos and sin [b, 1 or h, s, r] at these positions [b, 1 or h, s], in the dtype of x."""
     with torch.autocast(device_type=x.device.type, enabled=False):
         wide = torch.promote_types(x.dtype, torch.float32)
-        angles = position_ids[:, None, :, None].to(wide) * inverse_frequencies(rotary, wide, x.device)
+        angles = positions.unsqueeze(-1).to(wide) * inverse_frequencies(rotary, wide, x.device)
         angles = torch.cat((angles, angles), dim=-1)
         return tuple((part * magnitude(rotary)).to(x.dtype) for part in (angles.cos(), angles.sin()))
 

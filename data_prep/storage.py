@@ -1,0 +1,126 @@
+"""Where input files are: on this machine, or at a URL that fsspec reads, such as s3://BUCKET/text.jsonl.gz.
+
+A remote file is read in blocks, never as a whole. A block that fails, or comes back shorter or longer than it was asked
+for, is asked for again, and in the end the file fails: a connection that is lost never looks like the end of a file.
+What a local file's modification time is for, a remote one's etag or checksum is.
+"""
+
+import errno
+import io
+import os
+import re
+import time
+from functools import cache
+
+import fsspec
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+BLOCK = 1 << 22  # bytes of a remote file that are read at once
+STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "LastModified", "Last-Modified", "updated", "created")
+ATTEMPTS = 4
+PAUSE = 1.0  # seconds before the second attempt, and twice as many before each next one
+
+
+def is_remote(path: str) -> bool:
+    return URL.match(path) is not None
+
+
+@cache
+def file_system(url: str):
+    """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs."""
+    try:
+        return fsspec.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError([f"{url}: {error}; pip install -e '.[remote]'"]) from error
+
+
+def persistently(name, work):
+    """What ``work()`` returns, with retries after failures. Raises OSError with the last reason."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return work()
+        except ShardError:
+            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
+        except Exception as error:  # each protocol has its own
+            reason = str(error) or type(error).__name__
+        time.sleep(PAUSE * 2**attempt if attempt + 1 < ATTEMPTS else 0)
+    raise OSError(f"{name}: cannot be read ({reason}); check the connection and the credentials")
+
+
+def remote_files(pattern: str) -> list[str]:
+    """The URLs of the files that match a pattern at a URL. Raises ConfigError, and OSError if it cannot be listed."""
+    files, path = file_system(pattern)
+
+    def matches():
+        found = {path: files.info(path)} if files.exists(path) else files.glob(path, detail=True)
+        return [files.unstrip_protocol(name) for name, info in found.items() if info["type"] != "directory"]
+
+    try:
+        return persistently(pattern, matches)
+    except FileNotFoundError:
+        return []
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or folder at a path or URL. Raises OSError if a server does not tell."""
+    if not is_remote(path):
+        return os.path.exists(path)
+    files, inside = file_system(path)
+    return persistently(path, lambda: files.exists(inside))
+
+
+def state_of(path: str) -> tuple[int, int | str]:
+    """(bytes, time of the last change in ns, or what tells a remote file from its earlier ones). Raises OSError."""
+    if not is_remote(path):
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns
+    files, inside = file_system(path)
+    files.invalidate_cache()
+    info = persistently(path, lambda: files.info(inside))
+    if info.get("size") is None:
+        raise OSError("the server does not tell its size; download it, and give the copy")
+    return info["size"], next((str(info[key]) for key in STAMPS if info.get(key)), "")
+
+
+def open_file(path: str, block: int = BLOCK):
+    """The file at a path or URL, open for reading bytes at any place; block: bytes of a remote one that are read at
+    once."""
+    return io.BufferedReader(RemoteFile(path), block) if is_remote(path) else open(path, "rb")
+
+
+class RemoteFile(io.RawIOBase):
+    """A file at a URL, each of whose reads is one request for as many bytes."""
+
+    def __init__(self, path):
+        self.name, self.place = path, 0
+        self.files, self.inside = file_system(path)
+        self.size, _ = state_of(path)
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        self.place = offset + (0, self.place, self.size)[whence]
+        return self.place
+
+    def readinto(self, buffer):
+        end = min(self.size, self.place + len(buffer))
+        data = persistently(self.name, lambda: self.block(end)) if end > self.place else b""
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
+
+    def block(self, end):
+        data = self.files.cat_file(self.inside, start=self.place, end=end)
+        if len(data) != end - self.place:
+            wanted = f"bytes {self.place:,} to {end:,} of {self.size:,}"
+            raise OSError(f"the server gave {len(data):,} bytes for {wanted}")
+        return data

@@ -1,0 +1,132 @@
+"""A router that Triton kernels compute: what ``HeadRouter`` and ``GatedHeads`` say of their tokens, in fewer launches.
+
+A layer does not know which router it has, and ranks with slices of a sequence add up their selections as they do in
+balance.py. moh_lm/kernels/triton_router.py has the kernels; ``compare_with_torch`` proves them on a device.
+"""
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.kernels.triton_router import differentiate, finish, route
+from moh_lm.model.batch_context import RouterInputs
+from moh_lm.model.router import HeadRouter, RouterOutput, SelectionReplay
+from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.mappings import replicate
+
+TOLERANCE, NEAR_TIES = 1e-4, 1e-3  # of a difference from the torch form; share of the tokens that may select others
+
+
+class FusedRouter(HeadRouter):
+    """A ``HeadRouter``, or ``GatedHeads`` where no expert is routed. moh_lm/checks/run.py says which forms it has."""
+
+    def __init__(self, config, *arguments, **named):
+        super().__init__(config, *arguments, **named)
+        layer, one = self.layer, self.layer.of_group()
+        numbers = (layer.groups, one.num_shared, one.num_routed, layer.heads_per_expert, int(self.form.two_stage))
+        self.routed = config.heads.routing, numbers, one.num_active, self.bias_rate
+        scale = self.balance_coefficient / self.loss_terms
+        self.balanced = scale, self.form.balance_factor, self.scope == "micro_batch"
+
+    def forward(self, x, inputs, replay=None):
+        """See ``HeadRouter``."""
+        if inputs.dense_warmup:
+            return self.dense_warmup_output(x)
+        says_selected = bool(self.layer.num_routed and (self.says_selected or not self.training))
+        gates, selected, selection, loss, rows = FusedRouting.apply(
+            x[..., : self.width],
+            *self.whole_weights(),
+            self.bias_steps,
+            *(replay or (None, None)),
+            self.previous_share(inputs, x),
+            (*self.routed, says_selected),
+            (inputs.micro_batches, *self.balanced),
+            self.slices,
+        )
+        if not self.layer.num_routed:
+            return RouterOutput(self.local(gates), None, loss, rows)
+        return RouterOutput(self.local(gates), self.local(selected) if says_selected else None, loss, rows, selection)
+
+    def whole_weights(self):
+        """Return W_s, W_r and W_h, each None where there is none; their gradients are summed over the ranks."""
+        weights = [self.w_shared, self.w_routed, self.w_type]
+        if self.group is None:
+            return weights
+        rows = [0 if weight is None else weight.shape[0] for weight in weights]
+        joined = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
+        return [part if count else None for part, count in zip(joined.split(rows), rows, strict=True)]
+
+
+class FusedRouting(torch.autograd.Function):
+    """Gates, heads in use, selection, loss and rows of ``RouterOutput``, of all heads and of this rank's tokens.
+
+    routed: the last arguments of ``route``. balanced: those of ``finish``. slices: the ranks that have a slice of each
+    sequence, or None.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w_shared, w_routed, w_type, bias, use, replayed, share, routed, balanced, slices):
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        gates, selected, selection, scores, parts = route(
+            x, w_shared, w_routed, w_type, bias, use, replayed, *routed
+        )
+        whole = None
+        if slices is not None and share is None:
+            whole = parts[..., selection.shape[-1] : -3].sum(0)
+            dist.all_reduce(whole, group=slices)
+        loss, rows, slope = finish(parts, share, whole, x.shape[0] * group_size(slices), *balanced)
+        ctx.save_for_backward(x, w_shared, w_routed, w_type, selection, scores, slope)
+        ctx.routed, ctx.shape = routed, gates.shape
+        ctx.mark_non_differentiable(selected, selection, rows)
+        ctx.set_materialize_grads(False)
+        return gates, selected, selection, loss, rows
+
+    @staticmethod
+    def backward(ctx, dgates, _, __, dloss, ___):
+        *inputs, selection, scores, slope = ctx.saved_tensors
+        dgates = selection.new_zeros(()).expand(ctx.shape) if dgates is None else dgates
+        dloss = selection.new_zeros(()) if dloss is None else dloss
+        dx, of_weights = differentiate(*inputs, selection, scores, slope, dgates, dloss, *ctx.routed[:2])
+        rows = [0 if weight is None else weight.shape[0] for weight in inputs[1:]]
+        parts = [part if count else None for part, count in zip(of_weights.split(rows), rows, strict=True)]
+        return dx, *parts, *[None] * 7
+
+
+def compare_with_torch(router, shape):
+    """Return the largest differences of gates and of gradients from the torch form, relative to the largest, and the
+    share of the tokens for which the two select other experts, by random weights and tokens of ``shape`` [s/tp, b, d].
+
+    Raises RuntimeError if they differ by more than rounding. All ranks of the router call this together.
+    """
+    some = next(router.parameters())
+    generator = torch.Generator(some.device).manual_seed(0)
+    for weight in router.parameters():
+        weight.data.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+    x = torch.randn(shape, device=some.device, generator=generator).to(some.dtype).requires_grad_()
+    inputs = RouterInputs()
+    fused = router(x, inputs)
+    exact, others = HeadRouter.forward(router, x, inputs), 0.0
+    if fused.selection is not None:
+        others = (exact.selection != fused.selection).any(-1).double().mean().item()
+        replay = SelectionReplay(fused.selection.new_ones((), dtype=torch.bool), fused.selection)
+        exact = HeadRouter.forward(router, x, inputs, replay)
+    upstream = torch.randn_like(exact.gates)
+    gate = distance(fused.gates, exact.gates)
+    results = zip(*(gradients(router, x, output, upstream) for output in (fused, exact)), strict=True)
+    gradient = max(distance(*pair) for pair in results)
+    if not (gate <= TOLERANCE and gradient <= 2 * torch.finfo(x.dtype).eps + TOLERANCE and others <= NEAR_TIES):
+        raise RuntimeError(
+            f"--fused-router: its kernels differ from torch on this device, by {gate:.1e} of the largest gate, "
+            f"{gradient:.1e} of the largest gradient and the selection of {others:.2%} of the tokens; leave the flag "
+            "out, and report the device and the versions of torch and triton"
+        )
+    return gate, gradient, others
+
+
+def gradients(router, x, output, upstream):
+    """Return the loss, and the gradients of x and of the weights."""
+    total = (output.gates * upstream).sum() + output.loss
+    return output.loss, *torch.autograd.grad(total, [x, *router.parameters()])
+
+
+def distance(mine, exact):
+    return ((mine.double() - exact.double()).abs().max() / exact.double().abs().max().clamp_min(1e-30)).item()
