@@ -106,8 +106,7 @@ def point_latest(step):
 
 
 def set_aside(path):
-    """Rename ``path`` so that no run reads it, to damaged-NAME or the first free damaged-NAME-N; returns the new
-    path."""
+    """Rename ``path`` to damaged-NAME, or the first free damaged-NAME-N, which no run reads; returns the new path."""
     names = chain([""], (f"-{number}" for number in count(2)))
     paths = (path.with_name(f"damaged-{path.name}{end}") for end in names)
     return path.rename(next(free for free in paths if not os.path.lexists(free)))
