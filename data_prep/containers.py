@@ -28,6 +28,7 @@ from moh_lm.parsing import parse_json
 READ = 1 << 18  # bytes per read
 SLICE = 1 << 10  # bytes of zstandard that are unpacked at once: at most 32 MB, since 4 bytes may stand for 128 KiB
 LONGEST = 1 << 29  # bytes of a document, and of what is unpacked at once
+BESIDE = 1 << 26  # bytes that a line may have beside its text: parsed, `{},{},...` takes 24 times its size
 MAGIC = 4  # bytes that tell a gzip member or a zstandard frame
 LARGEST_WINDOW = 1 << 31  # of zstandard, in bytes
 CONTAINER = re.compile(

@@ -9,15 +9,18 @@ reasons), so that documents and drops add up to the lines, rows or texts of the 
 (data_prep/corpora.py) is read for one source at a time: ``Piece.source``.
 """
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from typing import NamedTuple
 
 import pyarrow.parquet
 
-from data_prep.containers import BYTE_ORDER_MARK, LONGEST, READ, reading, sniff, unchanged, unpacked
+from data_prep.containers import BESIDE, BYTE_ORDER_MARK, LONGEST, READ, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
 from data_prep.storage import is_remote, open_file, state_of
 from data_prep.tables import arrow_batches, parquet_batches, without_lists
@@ -26,6 +29,8 @@ from moh_lm.parsing import BeyondLimits, parse_json
 SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
 EXCERPT = 200  # bytes of what was dropped
 STDIN = "/dev/stdin"  # the name of a piece that was standard input
+QUOTES = re.compile(rb'(?<!\\)\\*"')  # with the backslashes before them
+KEYS = 100  # nested objects may have the key of the text too
 HARMLESS = frozenset({"blank line", "empty text", "of another set"})
 
 
@@ -120,6 +125,8 @@ def text_of_line(line: bytes, text_key: str, source: str):
     """The value under ``text_key`` and None, or None and the reason why there is none."""
     if not line or line.isspace():
         return None, "blank line"
+    if len(line) > BESIDE and len(line) - length_of_text(line, text_key) > BESIDE:
+        return None, "too long beside its text"
     try:
         record = parse_json(line.decode())
     except UnicodeDecodeError:
@@ -131,6 +138,17 @@ def text_of_line(line: bytes, text_key: str, source: str):
     if not isinstance(record, dict):
         return None, "not an object"
     return record.get(text_key), other_set(record, source)
+
+
+def length_of_text(line: bytes, text_key: str) -> int:
+    """Bytes of the longest string under ``text_key``, of the first ``KEYS``, in a line that is not parsed; or 0."""
+    key = re.escape(json.dumps(text_key, ensure_ascii=False).encode())
+    longest = 0
+    for found in islice(re.finditer(key + rb'\s*:\s*"', line), KEYS):
+        begin = found.end()
+        ends = (quote.end() for quote in QUOTES.finditer(line, begin) if len(quote[0]) % 2)  # it is not escaped
+        longest = max(longest, next(ends, begin) - begin)
+    return longest
 
 
 def other_set(record: dict, source: str) -> str | None:

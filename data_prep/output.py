@@ -20,7 +20,7 @@ from data_prep.inputs import Source, same_content
 from data_prep.storage import exists, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, publish
+from moh_lm.data.files import ShardError, beside, publish, read_json
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
@@ -49,12 +49,13 @@ def check_model_file(path: Path):
     writable_directory(path.parent)
 
 
-def check_tokenizer_files(output: Path, tokenizer: Tokenizer):
-    """Raise ConfigError if ``output`` is not a data directory yet but holds files of another tokenizer."""
-    if (output / "manifest.json").exists() or any(output.glob("[!.]*/*.json")):
-        return
-    contents = tokenizer.contents()
-    for name in TOKENIZER_FILES:
+def check_tokenizer_files(output: Path, contents: dict[str, bytes]):
+    """Raise ConfigError if ``output`` is not a data directory yet but holds other files of a tokenizer than these, or
+    if its manifest.json is of something else."""
+    with suppress(OSError, ValueError, TypeError):  # absent or damaged
+        if "sources" not in read_json(output / "manifest.json"):
+            raise ConfigError([f"--output {output}: has a manifest.json of something else; give another directory"])
+    for name in TOKENIZER_FILES if not (output / "manifest.json").exists() else ():
         if (output / name).exists() and contents.get(name) != (output / name).read_bytes():
             problem = f"has {name} of another tokenizer; remove it, or choose another directory"
             raise ConfigError([f"--output {output}: {problem}"])
@@ -213,7 +214,7 @@ def sweep(output: Path, sources: Iterable[str], failed: Iterable[Unit] = ()):
     kept = {beside(output / unit.source / unit.name, ".rejects.jsonl") for unit in failed}
     for directory in [output, *(output / source for source in sources)]:
         for path in directory.iterdir() if directory.is_dir() else ():
-            match = SHARD_FILE.fullmatch(path.name)
+            match = directory != output and SHARD_FILE.fullmatch(path.name)
             unfinished = match and not beside(directory / match["unit"], ".json").exists()
             if TEMPORARY.fullmatch(path.name) or (match and match["temporary"]) or (unfinished and path not in kept):
                 path.unlink()

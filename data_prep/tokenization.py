@@ -58,8 +58,8 @@ def fill(
         finished = finished_sidecars(output, units)
     for name, source in sources.items():
         failures[name] += source.unreadable
-    data_directory.check_tokenizer_files(output, tokenizer)
     contents = tokenizer.contents()
+    data_directory.check_tokenizer_files(output, contents)
     for name in TOKENIZER_FILES:
         if name in contents:
             publish(output / name, contents[name])

@@ -37,7 +37,7 @@ class PDSHRunner(runner.PDSHRunner):
     def __init__(self, args, world_info):
         super().__init__(args, world_info)
         self.user_script = quoted(args.user_script)
-        self.add_export(SECRET, os.environ.get(SECRET, secrets.token_hex(16)))
+        self.add_export(SECRET, os.environ.get(SECRET) or secrets.token_hex(16))
 
     def parse_user_args(self):
         return [quoted(word) for word in self.args.user_args]
@@ -47,8 +47,9 @@ class PDSHRunner(runner.PDSHRunner):
 
     def get_cmd(self, environment, active_resources):
         command, kill, environment = super().get_cmd(environment, active_resources)
-        here = os.path.abspath(".")
-        return [f"cd {quoted(here)};" if word == f"cd {here};" else word for word in command], kill, environment
+        here, python = os.path.abspath("."), sys.executable
+        paths = {f"cd {here};": f"cd {quoted(here)};", python: quoted(python)}
+        return [paths.get(word, word) for word in command], kill, environment
 
 
 def quoted(word):

@@ -36,7 +36,7 @@ def read_run(directory):
         return None
     rows = metrics(directory)
     heads = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
-    alarms = [row["alarm"] for _, row in complete_rows(directory / "events.jsonl") if row.get("event") == "alarm"]
+    alarms = [row.get("alarm") for _, row in complete_rows(directory / "events.jsonl") if row.get("event") == "alarm"]
     return {
         "config": config,
         "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
@@ -72,12 +72,13 @@ def has_diverged(directory):
 
 def events(run):
     """The names of all events of a run, in order."""
-    return [row["event"] for _, row in complete_rows(run / "events.jsonl")]
+    return [row["event"] for _, row in complete_rows(run / "events.jsonl") if isinstance(row.get("event"), str)]
 
 
 def metrics(run):
     """The rows of metrics.jsonl; none if there is no such file."""
-    return [row for _, row in complete_rows(run / "metrics.jsonl")]
+    rows = [row for _, row in complete_rows(run / "metrics.jsonl")]
+    return [row for row in rows if isinstance(row.get("evaluation", {}), dict)]
 
 
 def final_evaluation(run, iterations):

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from itertools import chain, count
 from pathlib import Path
 
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries
@@ -99,6 +100,13 @@ def point_latest(step):
     latest, name = step.with_name("latest"), f"{step.name}\n".encode()
     if latest.is_file() and latest.read_bytes() == name:
         return
-    if latest.is_dir():
-        remove_entry(latest)
+    if latest.is_dir() and not latest.is_symlink():
+        set_aside(latest)
     publish(latest, name)
+
+
+def set_aside(path):
+    """Rename ``path`` to damaged-NAME, or the first free damaged-NAME-N, which no run reads; returns the new path."""
+    names = chain([""], (f"-{number}" for number in count(2)))
+    paths = (path.with_name(f"damaged-{path.name}{end}") for end in names)
+    return path.rename(next(free for free in paths if not os.path.lexists(free)))

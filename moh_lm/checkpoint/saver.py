@@ -28,6 +28,7 @@ from moh_lm.checkpoint.directory import (
     point_latest,
     remove_entry,
     remove_leftovers,
+    set_aside,
     step_number,
 )
 from moh_lm.checkpoint.fragments import metadata_of
@@ -145,19 +146,20 @@ class Saver:
         """Write the manifest, rename, update ``latest`` and remove old steps. Returns problems. Rank 0 only."""
         try:
             write_manifest(temporary, entries)
-            replaced = [discard(final)] if os.path.lexists(final) else []  # put there by somebody else
+            if os.path.lexists(final):  # put there by somebody else
+                set_aside(final)
             temporary.rename(final)
             flush(final.parent)
             point_latest(final)
         except OSError as error:
             return [describe_failure(error, temporary, sum(entry["bytes"] for entry in entries.values()))]
         self.verified.add(step_number(final))
-        self.remove(replaced)
+        self.remove()
         return []
 
-    def remove(self, doomed):
-        """Remove the old steps, and the directories ``doomed``, in the background."""
-        steps = list_steps(self.directory)
+    def remove(self):
+        """Remove the old steps in the background."""
+        steps, doomed = list_steps(self.directory), []
         if self.keep_last and not self.counted:  # what earlier starts have saved
             self.verified.update(step_number(step) for step in steps if step_number(step) and is_whole(step))
             self.counted = True

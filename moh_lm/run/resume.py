@@ -7,14 +7,14 @@ silently starts over.
 """
 
 import contextlib
-import os
+import re
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
+from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_leftovers, set_aside
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
 from moh_lm.config import TRAINING_ONLY, UNNAMED, ConfigError, ParallelConfig, flag, raise_any, walk
@@ -34,6 +34,7 @@ SPEED = (  # fields that change how many tokens a device computes in a second
     "compile", "fused_loss", "fused_router", "attention_backend", "head_selection", "train_only", "optimizer",
     "workers",
 )  # fmt: skip
+LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest)\.tmp-\d+")  # of a start that was killed
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
 OF_TRAINING = (  # fields that change how a run is trained, beside those of the optimizer
     "train_iters", "train_tokens", "batch_tokens", "batch_warmup", "precision", "seed", "absurd_factor", "spike_sigmas",
@@ -118,9 +119,9 @@ def warmup_is_cut(was, model, step):
 def tidy(directory):
     """Remove what an earlier start that crashed left behind in a run directory."""
     remove_leftovers(directory / "checkpoints")
-    for pattern in (".seen-*", "*.json*.tmp*", "checkpoints/latest.tmp*"):
-        for leftover in directory.glob(pattern):
-            remove_entry(leftover)
+    for leftover in (*directory.glob("*"), *directory.glob("checkpoints/latest.tmp-*")):
+        if LEFTOVER.fullmatch(leftover.name) and leftover.is_file():
+            leftover.unlink(missing_ok=True)
 
 
 def load(step, fragments, progress):
@@ -284,17 +285,10 @@ def damage(step, progress):
 def settle(sound, damaged, event_log):
     """Rename the ``damaged`` steps so that no run resumes from them, and let ``latest`` name the ``sound`` one."""
     for step, problems in damaged.items():
-        aside = free_name(step.with_name(f"damaged-{step.name}"))
-        step.rename(aside)
+        aside = set_aside(step)
         number = int(step.name.split("-")[1])
         event_log.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
     point_latest(sound)
-
-
-def free_name(path):
-    """``path``, with a number appended if it already exists."""
-    paths = chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
-    return next(free for free in paths if not os.path.lexists(free))
 
 
 def trace_of_checkpoints(directory, event_log):

@@ -151,6 +151,7 @@ def interval_fits(state, model):
     return (
         rows and {len(row) for row in sums["losses"]} == {3} and len({len(row) for row in sums["routers"]}) == 1
         and all(map(are_numbers, sums["losses"])) and all(map(is_count, counts))
+        and all(type(value) in (int, float) for row in sums["routers"] for value in row)  # NaN: unknown
         and are_numbers(sums["skipped_sequences"], 0)
     )  # fmt: skip
 
@@ -160,8 +161,10 @@ def alarms_fit(state, model):
     if alarms is None:
         return state["step"] == 0
     conditions = [*alarms["streaks"], *alarms["ringing"]]
+    lists = alarms["streaks"], alarms["ringing"], alarms["history"]
     return (
-        all(len(condition) == 4 and is_count(condition[3]) for condition in conditions)
+        all(len({tuple(entry[:-1]) for entry in entries}) == len(entries) for entries in lists)  # each once
+        and all(len(condition) == 4 and is_count(condition[3]) for condition in conditions)
         and all(len(entry) == 3 and are_numbers(entry[2]) for entry in alarms["history"])
         and are_numbers(alarms["unseen"].values(), 0)
     )
@@ -169,9 +172,12 @@ def alarms_fit(state, model):
 
 def data_fits(state, model):
     segments, units = state["data"]["segments"], state["data"]["units"]
-    if not segments or "first_sample" not in segments[0]:  # an import has none, and images one that says something else
+    if not segments or "images" in segments[0]:  # an import has none, and images one that says something else
         return len(segments) == (state["step"] > 0) and isinstance(units, dict)
     firsts = [segment["first_sample"] for segment in segments]
+    hashes = [*units.values(), *(segment["shards"] for segment in segments)]
+    if not all(isinstance(value, str) for named in hashes for value in named.values()):
+        return False
     in_order = firsts == sorted({0, *firsts}) and is_count(firsts[-1], state["consumed_samples"])
     return in_order and units.keys() == segments[-1]["weights"].keys() and all(map(segment_fits, segments))
 

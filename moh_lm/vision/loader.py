@@ -67,6 +67,8 @@ def class_problems(num_classes, training, held_out=None):
         yield f"{where} has {folders(other)}, which is not in --data-dir {training.path}; remove it, or add it there"
     if missing := sorted(present - classes):
         yield f"{where} has no {folders(missing)}, which is in --data-dir {training.path}; add it, or remove it there"
+    if classes == present and held_out.classes != training.classes:
+        yield f"{where} numbers its classes in another order than --data-dir {training.path}; encode both again"
 
 
 def names_of_training(step):

@@ -169,6 +169,20 @@ def test_removing_a_link_keeps_the_step_that_it_points_to(tmp_path):
 # --- Saves ---
 
 
+def save_over_another(directory):
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
+    (directory / "step-1").mkdir()
+    (directory / "step-1" / "notes").write_text("of somebody else")
+    writer = Saver(directory, keep_last=1)
+    writer.save(1, [fragment], Config(), {}, None)
+    writer.close()
+
+
+def test_a_save_keeps_what_has_its_name(tmp_path):
+    run_ranks(save_over_another, 1, tmp_path)
+    assert verify(tmp_path / "step-1") == [] and (tmp_path / "damaged-step-1" / "notes").exists()
+
+
 def save_with_a_limit(flags, limit, guilty):
     """``run``, whose rank ``guilty`` may not write files of more than ``limit`` bytes from its second save on."""
     save = Saver.save

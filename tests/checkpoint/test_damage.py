@@ -130,7 +130,7 @@ def test_a_run_that_died_before_its_first_checkpoint_restarts(two_rank_run, copy
     shutil.rmtree(copy / "checkpoints")
     (copy / "events.jsonl").unlink()
     (copy / "checkpoints" / "step-3.tmp").mkdir(parents=True)  # a save that was killed
-    (copy / "checkpoints" / "latest.tmp").touch()
+    (copy / "checkpoints" / "latest.tmp-7").touch()
     run_ranks(run, 2, arguments(data_dir, copy))
     assert rows(copy) == rows(two_rank_run)
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["latest", "step-3", "step-6", "step-7"]
@@ -152,14 +152,19 @@ def test_a_wrong_pointer_does_not_send_a_run_elsewhere(copy, data_dir, pointer):
 def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, two_rank_run):
     steps = copy / "checkpoints"
     (steps / "latest").unlink()
-    (steps / "latest").mkdir()
+    shutil.copytree(steps / "step-6", steps / "latest")
     (steps / "step-9.tmp").touch()
-    (copy / "mine.tmp").mkdir()
+    for name in ("mine.tmp", "config.json.tmp-1", "notes.json.tmp"):
+        (copy / name).mkdir()
+    (copy / "metrics.json.tmp-old").touch()
+    (copy / "config.json.tmp-2").touch()  # of a start that was killed
     with open(copy / "metrics.jsonl", "ab") as file:
         file.write(b'5\n["step"]\n{"step": "x"}\n\xff\n')
     run_ranks(run, 2, arguments(data_dir, copy))
     assert rows(copy) == rows(two_rank_run)
-    assert (steps / "latest").read_text() == "step-7\n" and (copy / "mine.tmp").is_dir()
+    assert (steps / "latest").read_text() == "step-7\n" and not verify(steps / "damaged-latest")
+    names = {"mine.tmp", "config.json.tmp-1", "notes.json.tmp", "metrics.json.tmp-old"}
+    assert {path.name for path in copy.glob("*.tmp*")} == names
 
 
 def test_no_file_that_is_read_can_run_code(copy, data_dir, tmp_path):

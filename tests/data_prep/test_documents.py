@@ -177,6 +177,22 @@ def test_only_a_line_or_text_beyond_the_limit_is_dropped(pack, length, tmp_path,
     assert (len(texts), dropped) == ((1, {}) if length <= 1000 else (0, {"too long": 1}))
 
 
+@pytest.mark.parametrize(
+    "text, beside, kept",
+    [
+        ("x" * 5000, "", True), ("\\\\" * 2500, "", True), ('\\"text\\":\\"' * 500, "", True),
+        ("", "{}," * 400, False), ("x" * 5000, "{}," * 400, False), ("\\\\", '"",' * 400, False),
+    ],
+)  # fmt: skip
+def test_a_line_may_be_long_by_its_text_only(text, beside, kept, tmp_path, monkeypatch):
+    """Lists take many times their size in memory when they are parsed."""
+    monkeypatch.setattr(module, "BESIDE", 1000)
+    line = f'{{"meta": [{beside}0], "text" : "{text}"}}\n'.encode()
+    texts, dropped = read(write(tmp_path / "x.jsonl", b'{"text": "before"}\n' + line))
+    assert texts[1:] == [json.loads(line)["text"]] * kept
+    assert dropped == ({} if kept else {"too long beside its text": 1})
+
+
 def test_a_line_beyond_the_limit_is_not_held_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 1000)
     endless = b'{"text": "' + os.urandom(5_000_000).hex().encode()

@@ -100,6 +100,10 @@ def test_files_of_another_tokenizer_are_not_replaced(tmp_path, capsys):
     before = {path: path.read_bytes() for path in directory.iterdir()}
     with pytest.raises(AssertionError, match="hf: has tokenizer.json of another tokenizer"):
         tokenize(model, directory, f"a={tmp_path}/a.jsonl")
+    (directory / "manifest.json").write_text('{"name": "an application"}')  # so it is no data directory
+    before[directory / "manifest.json"] = (directory / "manifest.json").read_bytes()
+    with pytest.raises(AssertionError, match="hf: has a manifest.json of something else"):
+        tokenize(model, directory, f"a={tmp_path}/a.jsonl")
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
     with pytest.raises(ConfigError, match="out/tokenizer.model: is the tokenizer of the shards in its directory"):

@@ -230,7 +230,7 @@ def test_leftovers_of_a_killed_run_are_swept_and_others_stay(model, tmp_path):
     unit = "x-0123456789abcdef"
     left = [f"a/{unit}.bin", f"a/{unit}.idx", f"a/{unit}.rejects.jsonl", f"a/{unit}.bin.tmp-77", "a/stdin.tmp-77"]
     left += ["manifest.json.tmp-77", "tokenizer.model.tmp-77", "a/groups.jsonl.tmp-77"]
-    for name in [*left, "a/notes.txt", "notes.bin"]:
+    for name in [*left, "a/notes.txt", "notes.bin", f"{unit}.bin"]:
         (tmp_path / "out" / name).write_text("left over")
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt")
     (sidecar,) = sidecar_times(tmp_path / "out")
@@ -239,7 +239,7 @@ def test_leftovers_of_a_killed_run_are_swept_and_others_stay(model, tmp_path):
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt")
     kept = files(tmp_path / "out")
     assert not set(left) & set(kept)
-    assert {"a/notes.txt", "notes.bin"} <= set(kept)
+    assert {"a/notes.txt", "notes.bin", f"{unit}.bin"} <= set(kept)
 
 
 def test_an_input_that_changed_replaces_its_shard(model, tmp_path):

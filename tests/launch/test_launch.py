@@ -5,6 +5,7 @@ import gzip
 import inspect
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -136,20 +137,23 @@ def test_a_flag_reaches_the_shell_of_a_node_as_it_was_given(trainer, programs):
 OTHER_LAUNCHERS = """
 import json, subprocess, sys, types
 from launch import ranks
+sys.executable, ranks.runner.PDSHRunner = "/a b/$HOME/python", ranks.PDSHRunner
 subprocess.Popen = lambda command, **_: print(json.dumps(command)) or types.SimpleNamespace(wait=int, returncode=0)
-for name in ("openmpi", "mpich", "impi", "slurm", "mvapich"):
-    ranks.runner.LAUNCHER_CLASSES[name].backend_exists = lambda self: True
+for name in ("openmpi", "mpich", "impi", "slurm", "mvapich", "pdsh"):
+    ranks.runner.LAUNCHER_CLASSES[name].backend_exists = ranks.PDSHRunner.backend_exists = lambda self: True
     ranks.runner.main([*"--hostfile hosts --no_ssh_check --master_addr node1 --launcher".split(), name, *sys.argv[1:]])
 """
 
 
-def test_launchers_without_a_shell_get_flags_as_they_are(tmp_path):
+def test_other_launchers_get_words_and_paths_as_they_are(tmp_path):
     (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
     command = [sys.executable, "-c", OTHER_LAUNCHERS, "a.sh", *WORDS]
     code, output, _ = execute(command, tmp_path, PYTHONPATH=str(ROOT))
     commands = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
-    assert code == 0 and len(commands) == 5, output
-    assert all(words[-len(WORDS):] == WORDS for words in commands)
+    assert code == 0 and len(commands) == 6, output
+    assert all(words[-len(WORDS):] == WORDS for words in commands[:5])
+    commands[5] = shlex.split(" ".join(commands[5]))  # pdsh has a shell
+    assert all("/a b/$HOME/python" in words for words in commands)
 
 
 def test_an_ssh_that_fails_is_not_taken_for_a_signal(trainer, programs):

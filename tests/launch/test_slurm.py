@@ -63,6 +63,7 @@ def test_a_job_queues_again_after_a_failure_only_if_steps_were_made(submit, code
     assert submit(code, 10)
     assert not submit(code, 10)  # the same step again
     assert submit(code, 20)
+    assert submit(code, 15)  # it has resumed from a checkpoint before step 15
     assert not submit(2, 30)
 
 
@@ -70,6 +71,14 @@ def test_failures_in_a_row_queue_a_job_again_five_times(submit):
     assert [submit(69) for _ in range(7)] == [True] * 5 + [False] * 2
     assert submit(75) and submit(69)  # a stop that was asked for ends the row
     assert [submit(1, step) for step in range(1, 8)] == [True] * 4 + [False] * 3
+
+
+def test_a_script_that_calls_another_has_a_run_directory(tmp_path):
+    found = [line for line in (ROOT / "launch/slurm.sbatch").read_text().splitlines() if line.startswith("run=")]
+    for script in ("train_moh_vit_s", "train_moh_dit_xl", "pretrain_llm_b", "continue_llama3_8b_stage1"):
+        path = ROOT / "launch" / f"{script}.sh"
+        code, output, _ = execute(["bash", "-c", f'script={path}\n{found[0]}\necho "$run"'], tmp_path)
+        assert (code, output.count("\n")) == (0, 1) and output.startswith("runs/")
 
 
 def test_a_job_finds_the_run_directory_of_its_script(submit, trainer):

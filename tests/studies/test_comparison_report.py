@@ -26,8 +26,12 @@ def written(out):
     return lines, {row[1]: row for row in cells}
 
 
-def test_odd_folders_end_no_table(tmp_path, capsys):
+def test_odd_folders_and_rows_end_no_table(tmp_path, capsys):
     write_losses(tmp_path, "dense", [3.0])
+    for name in ("metrics", "events"):
+        with open(tmp_path / f"runs/s/dense/rate-1-seed-1/{name}.jsonl", "a") as file:
+            file.write('{"step": 10, "evaluation": 7}\n{"step": 10, "event": "alarm"}\n{"step": 1}\n')
+    assert results.events(tmp_path / "runs/s/dense/rate-1-seed-1")[-1:] == ["alarm"]
     odd = ("x-seed-0", "1e-seed-1", "..-seed-1", "1.2.3-seed-1", "1.0-seed-1", "01-seed-1", "1-seed-1 (copy)")
     write_losses(tmp_path, "other", [9.0])
     for name in odd:

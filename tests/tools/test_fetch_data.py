@@ -64,6 +64,18 @@ def test_a_copy_has_the_same_bytes_and_the_same_samples(remote, tool, tmp_path):
     assert both[0].fingerprint() == both[1].fingerprint()
 
 
+def test_a_tokenizer_of_something_else_is_not_written_over(remote, tool, tmp_path):
+    (tmp_path / "model" / "original").mkdir(parents=True)
+    (tmp_path / "model" / "original" / "params.json").write_text("{}")
+    remote.pipe("/data/tokenizer_config.json", b"{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_text("of a model")
+    before = contents(tmp_path / "model")
+    code, _, said = tool("fetch_data", "memory://data", "--output", tmp_path / "model")
+    assert code == 2 and "has tokenizer.json of another tokenizer" in said
+    assert before.items() <= contents(tmp_path / "model").items()
+
+
 def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "BLOCK", 1000)
     copied, calls, code = [], 0, None

@@ -56,6 +56,16 @@ def steps(config, count):
     return inputs, torch.cat([batch.sources for batch in batches]), torch.cat([batch.labels for batch in batches])
 
 
+def test_held_out_latents_number_classes_in_the_same_order(place, tmp_path):
+    shutil.copytree(place / "fp32", tmp_path / "other")
+    facts = json.loads((tmp_path / "other" / "latents.json").read_text())
+    del facts["content"]  # as in an earlier version
+    (tmp_path / "other" / "latents.json").write_text(json.dumps(facts | {"classes": ["b", "a"]}))
+    config = training(place / "fp32")
+    with pytest.raises(ConfigError, match="numbers its classes in another order than --data-dir"):
+        open_images(replace(config, data=replace(config.data, validation_dir=str(tmp_path / "other"))))
+
+
 def test_latents_are_the_moments_of_images_and_their_mirrors(place):
     latents, vae = np.load(place / "fp32" / "latents.npy"), AutoencoderKL.from_pretrained(place / "vae")
     files = sorted((place / "images").glob("*/*.png"))

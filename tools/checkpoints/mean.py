@@ -1,18 +1,16 @@
 """Writes a checkpoint with the mean weights of several checkpoints. Its files are those of the last one, in its
 layout."""
 
-import shutil
-
 import torch
 from safetensors import safe_open
 
 from moh_lm.checkpoint.directory import point_latest
 from moh_lm.checkpoint.fragments import AVERAGE, read_partition, safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, write_manifest
-from moh_lm.data.files import flush, json_bytes, read_json
+from moh_lm.data.files import json_bytes, read_json
 from moh_lm.parsing import parse_json
 from tools.checkpoints.read import CHUNK, progress
-from tools.checkpoints.write import HEADER_BYTES, refuse_without_room
+from tools.checkpoints.write import HEADER_BYTES, refuse_without_room, whole_or_absent
 
 DTYPES = {"F32": torch.float32, "I32": torch.int32}
 
@@ -27,11 +25,8 @@ def write_mean(steps, run):
     target = run / "checkpoints" / last.path.name
     size = sum(entry["bytes"] for entry in last.entries.values())
     refuse_without_room(target, size + HEADER_BYTES)
-    temporary = target.with_name(f"copy-{target.name}.tmp")  # see ``copy_files``
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        entries = {}
+    entries = {}
+    with whole_or_absent(target) as temporary:
         with progress("averaging", size) as bar:
             for name in last.entries:
                 with HashedFile(temporary / name) as file:
@@ -40,11 +35,6 @@ def write_mean(steps, run):
                         bar.update(len(block))
                 entries[name] = file.entry
         write_manifest(temporary, entries)
-        flush(temporary)
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    flush(target.parent)
     point_latest(target)
     return target
 

@@ -57,14 +57,26 @@ def copy(path, destination):
     return target
 
 
-def copy_files(source, entries, target):
-    """Copy the files under a temporary name, hash what is read and what was written, then rename. The temporary name
-    differs from that of a save, so that a run never mistakes what a killed copy left for an interrupted save.
+@contextlib.contextmanager
+def whole_or_absent(target):
+    """A new directory for the block to fill; at its end it becomes ``target``, and after an error it is removed. Its
+    name differs from that of a save, so that a run never mistakes what a killed copy left for an interrupted save.
     """
     temporary = target.with_name(f"copy-{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
+        yield temporary
+        flush(temporary)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    flush(target.parent)
+
+
+def copy_files(source, entries, target):
+    """Copy the files, and hash what is read and what was written."""
+    with whole_or_absent(target) as temporary:
         with progress(f"copying {source}", sum(entry["bytes"] for entry in entries.values())) as bar:
             for name in [*entries, "manifest.json"]:
                 with open(source / name, "rb") as original, HashedFile(temporary / name) as file:
@@ -74,13 +86,8 @@ def copy_files(source, entries, target):
                 if name in entries and file.entry != entries[name]:
                     problems = difference(source / name, entries[name]) or [f"{source / name}: changed while read"]
                     raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in problems])
-        flush(temporary)
         damaged = find_damage(temporary)
         raise_any([f"{problem}: reading it back gave other bytes than were written" for problem in damaged])
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    flush(target.parent)
 
 
 def consolidate(path, output, moments, dtype):

@@ -12,7 +12,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
-from data_prep.output import only_run, writable_directory
+from data_prep.output import check_tokenizer_files, only_run, writable_directory
 from data_prep.report import progress_bar
 from data_prep.storage import BLOCK, file_system, persistently
 from moh_lm.checkpoint.writing import free_bytes
@@ -94,6 +94,7 @@ def stage(origin, output, staged):
     for name in [*manifest["sources"], *(unit for of in manifest["sources"].values() for unit in of["units"])]:
         if os.path.basename(name) != name or name.startswith("."):
             raise ShardError(f"{origin.url}/manifest.json: {name!r} is no name of a source or a shard")
+    check_tokenizer_files(output, {path.name: path.read_bytes() for path in staged.iterdir()})
     there = read_manifest(output) if (output / "manifest.json").exists() else manifest
     if there["tokenizer"] != manifest["tokenizer"]:
         raise ConfigError([f"--output {output}: has shards of another tokenizer; give another directory"])

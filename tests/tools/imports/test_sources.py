@@ -83,7 +83,7 @@ def test_biases_infinities_pickles_and_absent_shards_are_refused(tool, llama, tm
         code, _, errors = tool("import_hf", "--model", directory, "--output", tmp_path / "run")
         assert code == 2 and named in errors
         assert not (tmp_path / "run" / "checkpoints" / "step-0").exists()
-        assert not (tmp_path / "run" / "checkpoints" / "step-0.tmp").exists()
+        assert not (tmp_path / "run" / "checkpoints" / "copy-step-0.tmp").exists()
 
     for name in ("bias", "infinite", "pickle"):
         shutil.copytree(llama[0], tmp_path / name)

@@ -9,18 +9,17 @@
 
 import json
 import math
-import shutil
 
 import torch
 
-from moh_lm.checkpoint.directory import point_latest, remove_leftovers
+from moh_lm.checkpoint.directory import point_latest
 from moh_lm.checkpoint.fragments import MOMENTS, safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, write_manifest
-from moh_lm.data.files import flush, json_bytes
+from moh_lm.data.files import json_bytes
 from moh_lm.monitor.events import EventLog
 from moh_lm.run.state import first_state
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
-from tools.checkpoints.write import refuse_without_room
+from tools.checkpoints.write import refuse_without_room, whole_or_absent
 from tools.hf.convert.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
@@ -35,7 +34,7 @@ def output_problems(run):
     except OSError as error:
         return [f"--output {run}: no readable directory ({error.strerror}); give another one"]
     odd = sorted(entries - {"checkpoints", "events.jsonl", ".lock"})
-    odd += sorted(f"checkpoints/{name}" for name in steps if name != "step-0.tmp")
+    odd += sorted(f"checkpoints/{name}" for name in steps if name != "copy-step-0.tmp")
     return [f"--output {run}: has {odd[0]} already; give a new directory"] if odd else []
 
 
@@ -48,34 +47,26 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     """
     refuse_without_room(run, 4 * sum(math.prod(part.shape) for part in parts) + OVERHEAD)
     make_run_directory(run)
-    lock = lock_run_directory(run)
     final = run / "checkpoints" / "step-0"
-    temporary = final.with_name("step-0.tmp")
-    # A run that finds this, and no step, does not start from weights drawn at random.
-    told = {key: value for key, value in facts.items() if key != "tokenizer"}  # which may be long
-    EventLog(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **told)
-    try:
-        remove_leftovers(final.parent)
-        temporary.mkdir(parents=True)
-        entries = {}
-        by_name = {part.name: part for part in parts}
-        sizes = {name: 4 * math.prod(part.shape) for name, part in by_name.items()}
-        for number, names in enumerate(plan_shards(sizes, FILE_BYTES)):
-            name = f"rank-{number}.safetensors"
-            entries[name] = write_parts(temporary / name, [by_name[n] for n in names], progress)
-        texts = {"config.json": json_bytes(config.to_dict())}
-        texts["state.json"] = json_bytes(first_state(config.model, facts))
-        for name, content in (texts | tokenizer).items():
-            with HashedFile(temporary / name) as file:
-                file.write(content)
-            entries[name] = file.entry
-        write_manifest(temporary, entries)
-        temporary.rename(final)
-        flush(final.parent)
+    with lock_run_directory(run):
+        # A run that finds this, and no step, does not start from weights drawn at random.
+        told = {key: value for key, value in facts.items() if key != "tokenizer"}  # which may be long
+        EventLog(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **told)
+        with whole_or_absent(final) as temporary:
+            entries = {}
+            by_name = {part.name: part for part in parts}
+            sizes = {name: 4 * math.prod(part.shape) for name, part in by_name.items()}
+            for number, names in enumerate(plan_shards(sizes, FILE_BYTES)):
+                name = f"rank-{number}.safetensors"
+                entries[name] = write_parts(temporary / name, [by_name[n] for n in names], progress)
+            texts = {"config.json": json_bytes(config.to_dict())}
+            texts["state.json"] = json_bytes(first_state(config.model, facts))
+            for name, content in (texts | tokenizer).items():
+                with HashedFile(temporary / name) as file:
+                    file.write(content)
+                entries[name] = file.entry
+            write_manifest(temporary, entries)
         point_latest(final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        lock.close()
     return final
 
 
