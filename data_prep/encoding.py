@@ -64,7 +64,7 @@ def gigatoken_batches(model, eos_id: int) -> Batches:
         import gigatoken  # optional: it is young
         if not isinstance(model, HuggingFaceModel):
             raise ValueError("it is for tokenizer.json of Hugging Face")
-        facts = json.loads(model.tokenizer.to_str())
+        facts = parse_json(model.tokenizer.to_str())
         facts |= dict.fromkeys(("truncation", "padding", "post_processor"))
         facts["added_tokens"] = [token for token in facts["added_tokens"] if not token["special"]]  # they stay text
         encode = gigatoken.Tokenizer.from_json(json.dumps(facts)).encode

@@ -74,7 +74,7 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
     """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
-    with open_file(piece.path) as raw:
+    with open_table(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
         columns = [text_key, *single_values(file.schema, SET_COLUMNS if piece.source else ())]
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
@@ -87,6 +87,11 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
                 yield batch, row, piece.num_bytes * (row + len(batch) - first) // total
                 row += len(batch)
+
+
+def open_table(path: str):
+    """The file for ParquetFile, which holds on to what it reads from a file of Python."""
+    return open_file(path) if is_remote(path) else pyarrow.OSFile(os.fsencode(path))
 
 
 def check_pages(piece, row_group, columns: list[str]) -> int:
@@ -132,7 +137,7 @@ def first_row(piece, text_key: str) -> dict | None:
     if piece.container == "arrow":
         batch = next((batch for batch, _, _ in arrow_batches(piece) if len(batch)), None)
         return {name: without_lists(batch.column(name)[0]) for name in batch.schema.names} if batch else None
-    with open_file(piece.path) as raw:
+    with open_table(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ)
         names = file.schema_arrow.names
         others = single_values(file.schema, [name for name in names if name != text_key])

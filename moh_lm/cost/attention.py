@@ -7,8 +7,7 @@ Sizes: d hidden size, e head dimension, h query heads, k key/value heads, r = h 
 """
 
 import math
-
-import numpy as np
+from statistics import fmean
 
 from moh_lm.kernels.masks import mean_keys
 from moh_lm.kernels.selected_keys import marked_features
@@ -120,8 +119,8 @@ def attention_activation_bytes(config, width, tp, counted=0):
     keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``HeadPartition.kv_replication``
     marks = sum(map(config.own_keys, range(config.num_layers))) / config.num_layers * marked_features(e, h // k)
     active = [config.active_heads(layer) for layer in range(config.num_layers)] if config.chooses_in_groups else [h]
-    asked, placed = np.mean(active), config.chooses_in_groups * np.mean(np.array(active) > k)
-    counting = np.mean([config.own_positions(layer) for layer in range(config.num_layers)])
+    asked, placed = fmean(active), config.chooses_in_groups * fmean(count > k for count in active)
+    counting = fmean(map(config.own_positions, range(config.num_layers)))
     heads = width * ((2 * asked + 2 * keys) * (e + marks) + (gated + placed + 2 * counting) * h * e)
     heads += by_queries * 4 * h * e
     heads += config.element_gates * 3 * width * h * e

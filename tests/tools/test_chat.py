@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.distributed import run_ranks
 from tests.tokenizing import ROOT
@@ -35,6 +36,12 @@ def directory(tokenizer, tmp_path_factory):
         patch.setattr(export_check, "transformers", None)
         assert export_hf.main(["--checkpoint", str(made / "run"), "--output", str(made / "hf")]) == 0
     return made / "hf"
+
+
+@pytest.fixture(autouse=True)
+def unregistered(monkeypatch):
+    """Other tests of this process register the class of exports, from directories that are gone."""
+    monkeypatch.delitem(CONFIG_MAPPING._extra_content, "moh_llama", raising=False)
 
 
 @pytest.fixture

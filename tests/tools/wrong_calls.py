@@ -59,7 +59,7 @@ TOOLS = {
     "tools/fetch_data.py": """
         | FROM and --output: must be given
         nosuch --output new | FROM nosuch: has no manifest.json; give a directory that data_prep/tokenize.py has
-        nosuch://data --output new | FROM nosuch://data: Protocol not known: nosuch; pip install -e '.[remote]'
+        nosuch://data --output new | nosuch://data: Protocol not known: nosuch; pip install -e '.[remote]'
         DATA --output new --workers 0 | --workers 0: must be 1 or above
         DATA --out new | flag --out is unknown: did you mean --output?
     """,

@@ -65,7 +65,7 @@ TRAINING = {
         ok --data-mix even=1 nosuch=2 | --data-mix: no source is named nosuch; the data directory has
         ok --batch-tokens 100 | --batch-tokens 100: not a whole number of sequences of --seq-length 16
         ok --tensor-parallel-size 2 | --tensor-parallel-size 2: needs a multiple of 2 processes, and 1 was started
-        ok --batch-size 16 | flag --batch-size is unknown: did you mean --micro-batch-size or --batch-tokens?
+        ok --batch-size 16 | flag --batch-size is unknown: did you mean --micro-batch-size?
         ok --hidden-width 16 | flag --hidden-width is unknown: did you mean --hidden-size?
         ok --num-shared-heads 7 --num-active-routed-heads 4 | --num-active-routed-heads 4: must be 1: --num-shared-heads
         ok --window 1 | --window 1: must be 0, for the whole sequence, or at least 2

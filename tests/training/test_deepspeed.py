@@ -31,6 +31,7 @@ NAMES = {
     "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS",
     "deepspeed.utils.mixed_precision_linkage": "_hp_mapping",
     "deepspeed.utils.tensor_fragment": "hp_fragment_address lp_fragment_address param_group_index",
+    "torch.nn.utils.clip_grad": "_foreach_norm",
     "torch.distributed.distributed_c10d": "_set_pg_timeout _world pg_map",
 }
 ALL = set(" ".join(NAMES.values()).split())

@@ -184,7 +184,7 @@ WRONG = {
     "dit --head-dim 0": "--head-dim 0: must be 1 or above",
     "dit --mlp-ratio nan": "--mlp-ratio nan: must be above 0, such as 4",
     "vit --router-z-loss -1": "--router-z-loss -1: must be 0 or above",
-    "vit --routing sigmoid --router-z-loss 1": "--router-z-loss 1: --routing sigmoid has gates that it would close",
+    "vit --routing sigmoid --router-z-loss 1": "--router-z-loss 1: --routing sigmoid has gates that this loss would",
     "vit --routing paper --dense-warmup-iters 1": "--dense-warmup-iters 1: gates of --routing paper begin near",
     "vit --peak-tflops 0": "--peak-tflops 0: must be above 0, such as 989",
     "dit --num-attention-heads 4 4 4": "--num-attention-heads: give one number, or one for each of the 2 layers",
