@@ -96,7 +96,7 @@ def test_ranks_that_share_a_vocabulary_compute_the_same(ranks, monkeypatch):
 def test_a_run_with_the_kernels_trains_the_same_model(data_dir, one_rank_run, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(distributed, "CONTEXT", multiprocessing.get_context("spawn"))
-    flags = ("--fused-loss", "--tensor-parallel-size", "2", "--train-iters", "2")
+    flags = ("--fused-loss", "--fused-router", "--tensor-parallel-size", "2", "--train-iters", "2")
     distributed.run_ranks(runs.run, 2, runs.arguments(data_dir, tmp_path, *flags))
     assert runs.losses(tmp_path) == pytest.approx(runs.losses(one_rank_run)[:1], rel=1e-5)
 
