@@ -5,7 +5,7 @@
 #     bash tests/run.sh --quick
 #     bash tests/run.sh tests/launch/test_launch.py -k corpus
 #
-# --quick runs the tests that are marked `quick`: in about two minutes on two cores they say whether a change broke an
+# --quick runs the tests that are marked `quick`: in a minute and a half on two cores they say whether a change broke an
 # equation (router, attention, positions, the exported model), a format (shards, mixture, tokens, checkpoints, exports)
 # or the parity of two ranks with one. The exit code is pytest's, or 1 if ruff finds something.
 set -euo pipefail
