@@ -8,13 +8,13 @@ have a key/value head for every head, which heads that keep their own tokens nee
 from studies.atlas_forms import BIAS, COMMON, GATED, PAPER, RELEASED, SIGMOID
 from studies.table import Size, Table, Variant
 
-# Ten tokens for each parameter outside the embeddings. The rates are in proportion to 1 / width.
+# Five tokens for each parameter outside the embeddings. The rates are in proportion to 1 / width.
 SIZES = (
-    Size("s2", 8, 2e-3, 2.85, "--num-layers 3 --hidden-size 96 --head-dim 16 --num-key-value-heads 2 "
+    Size("s2", 8, 2e-3, 1.425, "--num-layers 3 --hidden-size 96 --head-dim 16 --num-key-value-heads 2 "
          "--intermediate-size 256 --batch-tokens 2K --micro-batch-size 8"),
-    Size("m2", 8, 1e-3, 4.44, "--num-layers 3 --hidden-size 192 --head-dim 32 --num-key-value-heads 2 "
-         "--intermediate-size 512 --batch-tokens 4K --micro-batch-size 16"),
-    Size("l2", 16, 5e-4, 6.8, "--num-layers 4 --hidden-size 384 --head-dim 32 --num-key-value-heads 4 "
+    Size("m2", 8, 1.5e-3, 1.92, "--num-layers 3 --hidden-size 128 --head-dim 32 --num-key-value-heads 2 "
+         "--intermediate-size 352 --batch-tokens 4K --micro-batch-size 16"),
+    Size("l2", 16, 5e-4, 3.4, "--num-layers 4 --hidden-size 384 --head-dim 32 --num-key-value-heads 4 "
          "--intermediate-size 1024 --batch-tokens 16K --micro-batch-size 64"),
 )  # fmt: skip
 
