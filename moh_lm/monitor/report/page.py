@@ -78,9 +78,10 @@ def template_beside(file, **filters):
 
 def figures_of_run(run):
     """{name: (title, Figure)} of one run, in the order of the page."""
-    marks = [(event["step"], event["event"]) for event in run.standing_events() if event["event"] in pictures.MARKS]
-    marks = [(step, event) for step, event in marks if step <= run.step]  # the rows end there
-    curves, found = run.curves, {}
+    curves, found, marks = run.curves, {}, {}
+    for event in run.standing_events():
+        if event["event"] in pictures.MARKS and event["step"] <= run.step:  # the rows end there
+            marks.setdefault(event["event"], []).append(event["step"])
     if run.loads:
         found["load"] = "Head load", pictures.load_map(run.loads, fair_loads(run))
     losses = by_source(run, "loss/", "validation/")

@@ -31,7 +31,7 @@ STYLE = {
 
 
 def lines(series, label, marks=(), logarithmic=False, floor=None):
-    """A ``Figure``. series: {name: (steps, values, style)}, style of matplotlib's plot. marks: (step, event) pairs.
+    """A ``Figure``. series: {name: (steps, values, style)}, style of matplotlib's plot. marks: {event: its steps}.
 
     logarithmic: the axis may be, where its values need it. floor: the lowest value of the axis. What a curve has in the
     first twentieth of the steps, such as the loss before training, does not stretch the axis upwards.
@@ -100,8 +100,8 @@ def at_even_steps(steps, values):
 
 def mark(axis, marks, last):
     """Lines down the events, those of a kind drawn together; events closer than a column share a line."""
-    for kind in dict.fromkeys(event for _, event in marks):
-        steps = np.array([step for step, event in marks if event == kind])
+    for kind, steps in dict(marks).items():
+        steps = np.array(steps)
         label = f"{kind} ({len(steps)})" if len(steps) > 1 else kind
         _, first = np.unique(steps * COLUMNS // (last + 1), return_index=True)
         places, heights = np.repeat(steps[first], 3), np.tile([0, 1, np.nan], len(first))
@@ -126,6 +126,9 @@ def svg(figure, name):
     """The picture as text that can stand in a page; ``name`` keeps its ids apart from those of other pictures."""
     file = io.StringIO()
     with matplotlib.rc_context(STYLE):
+        if engine := figure.get_layout_engine():  # by itself: savefig would draw the whole picture once more for it
+            engine.execute(figure)
+            figure.set_layout_engine(None)
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
