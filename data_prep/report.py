@@ -1,6 +1,7 @@
 """Messages of tokenization: the plan, the progress, the summary, and the advice for a full disk."""
 
 import io
+import os
 import shutil
 import sys
 import threading
@@ -21,22 +22,30 @@ from moh_lm.data.files import publish
 
 FEW = 3  # files that are named in a line
 QUIET = 10  # seconds after which something is said
+NO_DATA, COPIES = "left out because they are not data", "left out as copies of other files"
+EMPTY = "contain no document"
 JUDGED = 1 << 20  # bytes of a compressed file that tell how much it holds
 
 
 class LeftOut:
-    """Files that are left out. A few are named in a line; if there are many, all are listed in the file at ``path``."""
+    """Files that are left out. A few are named in a line; if there are many, all are listed in the file at ``path``.
+
+    Where that name is taken by a file that no command like this wrote, the line names them all.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.lines = []
-        path.unlink(missing_ok=True)  # of an earlier command
+        with suppress(OSError):  # of an earlier command
+            if path.read_bytes().startswith(tuple(f"{why}: ".encode() for why in (NO_DATA, COPIES, EMPTY))):
+                path.unlink()
+        self.is_free = not os.path.lexists(path)
 
     def say(self, why: str, files: Iterable[str]) -> str:
         """Print ``why`` and the names of the files."""
         named = [file.encode(errors="backslashreplace").decode() for file in sorted(files)]
         self.lines += [f"{why}: {file}\n" for file in named]
-        if len(named) <= FEW:
+        if len(named) <= FEW or not self.is_free:
             return f"{why}: {', '.join(named)}"
         publish(self.path, "".join(self.lines).encode())
         return f"{why}: {len(named):,} files, such as {named[0]}; {self.path} lists them"
@@ -45,7 +54,7 @@ class LeftOut:
 def plan_line(name: str, source: Source, complete: list[bool], left_out: LeftOut) -> str:
     line = f"{name}: {len(complete)} shards from {len(source.pieces)} files, {sum(complete)} of them already complete"
     copies = [piece.path for piece in source.copies]
-    return f"{line}; {left_out.say('left out as copies of other files', copies)}" if copies else line
+    return f"{line}; {left_out.say(COPIES, copies)}" if copies else line
 
 
 def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
@@ -136,7 +145,7 @@ def print_summary(sources: Iterable[str], finished: dict[Unit, dict], left_out: 
     """Print a row for each source, and the files that are intact but empty."""
     full = {piece.origin for unit in finished if finished[unit]["documents"] for piece in unit.pieces if piece.size}
     if empty := {piece.origin for unit in finished for piece in unit.pieces if not piece.source} - full:
-        print(left_out.say("contain no document", empty))
+        print(left_out.say(EMPTY, empty))
     rows = []
     for source in sources:
         sidecars = [sidecar for unit, sidecar in finished.items() if unit.source == source]

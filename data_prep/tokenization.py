@@ -11,7 +11,7 @@ from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
 from data_prep.output import LEFT_OUT, finished_sidecars, sweep
-from data_prep.report import LeftOut, outlook, plan_line, print_others, print_summary, progress_bar, room, told
+from data_prep.report import NO_DATA, LeftOut, outlook, plan_line, print_others, print_summary, progress_bar, room, told
 from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
@@ -37,7 +37,7 @@ def run(flags) -> int:
                     failures[from_stdin].append(str(error))
             left_out = LeftOut(output / LEFT_OUT)
             if no_data:
-                print(left_out.say("left out because they are not data", no_data))
+                print(left_out.say(NO_DATA, no_data))
             fill(output, sources, tokenizer, flags, failures, left_out)
     except OSError as error:
         failures[""].append(f"{error.filename or output}: {error.strerror or error}, {room(output)}")

@@ -195,7 +195,7 @@ def size_section(size, heads, variants, found):
     if dense:
         columns |= {f"{title}, {DENSE} = 1": to_dense(of) for title, of in (("FLOPs", flops), ("KV", results.kept))}
     columns |= {
-        "alarms": lambda name, runs: f"{mean(run['alarms'] for run in runs):.3g}",
+        "alarms": alarms_of,
         "seeds": lambda name, runs: str(len(runs)),
     }
     for source in sources:
@@ -216,6 +216,12 @@ def size_section(size, heads, variants, found):
     ordered = {name: [run for _, run in sorted(runs.items())] for name, runs in variants.items()}
     rows = [[name, *(write(name, runs) for write in columns.values())] for name, runs in ordered.items()]
     yield from results.write_table(["", *columns], rows)
+
+
+def alarms_of(name, runs):
+    """The alarms of a run, the mean over ``runs``."""
+    counts = [run["alarms"] for run in runs]
+    return "unknown" if None in counts else f"{mean(counts):.3g}"
 
 
 def times_section(size, found, times):

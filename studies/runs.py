@@ -94,6 +94,8 @@ def contradiction(run):
         return f"what it trained cannot be compared ({error})"
     if run.is_complete() and not steps:
         return "no checkpoint says which data it has read"
+    if run.is_complete() and not (run.directory / "events.jsonl").exists():
+        return "no events.jsonl says which code trained it"
     starts = [row.get("commit") for _, row in complete_rows(run.directory / "events.jsonl")]
     known, now = [text for text in starts if isinstance(text, str)], commit()
     if known and now and not now.startswith(known[-1]):  # git may shorten it

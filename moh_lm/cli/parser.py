@@ -35,6 +35,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, texts=None, namespace=None):
         self.texts = texts
+        if "--" in texts:  # after which argparse takes flags for values
+            raise ConfigError(["--: only flags may follow, so leave it out"])
         return super().parse_known_args(texts, namespace)
 
     def error(self, message):

@@ -112,6 +112,9 @@ def read_state(step):
     return state
 
 
+LARGEST = 3.4028235e38  # float32, in which losses and norms are computed
+
+
 def is_count(value, most=2**53):
     return type(value) is int and 0 <= value <= most
 
@@ -138,7 +141,8 @@ def guard_fits(state, model):
     losses, norms = state["guard"]["history"]["loss"], state["guard"]["history"]["gradient norm"]
     skipped = state["guard"]["skipped"]
     ascends = all(is_count(step, state["step"]) for step in skipped) and skipped == sorted({*skipped})
-    return ascends and len(losses) == len(norms) and are_numbers(losses) and are_numbers(norms, 0)
+    in_range = are_numbers(losses, -LARGEST, LARGEST) and are_numbers(norms, 0, LARGEST)
+    return ascends and len(losses) == len(norms) and in_range
 
 
 def interval_fits(state, model):

@@ -43,7 +43,8 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     try:  # not through a link, whose target would lose its content
         lock = open(name, "a+", encoding="utf-8", opener=open_no_link)  # noqa: SIM115 - for the life of the process
     except OSError as error:
-        reason = "is a link; remove it" if name.is_symlink() else f"{error.strerror}; fix this"
+        is_link = error.errno in (errno.ELOOP, errno.EMLINK)
+        reason = "is a link; remove it" if is_link else f"{error.strerror}; fix this"
         raise ConfigError([f"{called} {path}: {name}: {reason}"]) from error
     for attempt in range(LOCK_SECONDS + 1):
         try:
@@ -68,8 +69,12 @@ def lock_run_directory(path, called="--checkpoint-dir"):
 
 
 def open_no_link(path, flags):
-    """An ``opener`` that raises OSError for a link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """An ``opener`` that raises OSError for a link, symbolic or hard."""
+    file = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    if os.fstat(file).st_nlink > 1:
+        os.close(file)
+        raise OSError(errno.EMLINK, os.strerror(errno.EMLINK), path)
+    return file
 
 
 def describe_holder(name):

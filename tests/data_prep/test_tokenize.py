@@ -265,6 +265,16 @@ def test_many_copies_are_counted_and_listed_in_a_file(model, tmp_path):
     assert not (tmp_path / "out/left_out.txt").exists()
 
 
+def test_a_list_that_someone_else_left_stays(model, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(["once"]))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/left_out.txt").write_text("mine\n")
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
+    assert all(f"{tmp_path}/{number}.jsonl" in stdout for number in range(1, 5))  # on the console instead
+    assert (tmp_path / "out/left_out.txt").read_text() == "mine\n"
+
+
 def test_something_is_said_while_nothing_happens(model, tmp_path, monkeypatch, capfd):
     """One long document is encoded, of which no progress is reported."""
     monkeypatch.setattr(report, "QUIET", 0.05)

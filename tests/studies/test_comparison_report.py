@@ -26,6 +26,15 @@ def written(out):
     return lines, {row[1]: row for row in cells}
 
 
+def test_alarms_of_a_run_without_events_are_unknown(tmp_path):
+    write_losses(tmp_path, "dense", [3.0, 3.1])
+    write_losses(tmp_path, "static-50", [3.0])
+    (tmp_path / "runs/s/dense/rate-1-seed-2/events.jsonl").unlink()
+    _, rows = written(tmp_path)
+    place = rows["variant"].index("alarms") if "variant" in rows else rows[""].index("alarms")
+    assert (rows["dense"][place], rows["static-50"][place]) == ("unknown", "0")
+
+
 def test_odd_folders_and_rows_end_no_table(tmp_path, capsys):
     write_losses(tmp_path, "dense", [3.0])
     for name in ("metrics", "events"):

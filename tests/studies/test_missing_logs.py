@@ -80,6 +80,13 @@ def test_a_run_without_a_log_of_another_commit_is_refused(finished):
         plan.check_flags()
 
 
+def test_a_run_without_a_log_or_events_is_refused(finished):
+    plan, run = finished
+    (run.directory / "events.jsonl").unlink()
+    with pytest.raises(ConfigError, match="and no events.jsonl says which code trained it"):
+        plan.check_flags()
+
+
 def test_a_run_without_a_log_whose_data_nothing_tells_is_refused(finished):
     plan, run = finished
     step = run.directory / f"checkpoints/step-{run.iterations}"

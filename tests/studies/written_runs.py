@@ -19,6 +19,7 @@ def write_run(directory, name, seed, losses, speeds, active_heads=None, iteratio
         run=RunConfig(seq_length=16, batch_tokens=32, train_iters=iterations),
     )
     write_json(run / "config.json", config.to_dict())
+    (run / "events.jsonl").touch()
     rows = [{"step": step, "evaluation": evaluation} for step, evaluation in losses.items()]
     figures = {"heads": {"layer": [0, 1], "active_heads": active_heads}} if active_heads else {}
     rows[1:1] = [{"step": 5, "loss": 3.0, "tokens_per_second": speed, **figures} for speed in speeds]

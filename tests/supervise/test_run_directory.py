@@ -23,9 +23,10 @@ def refused(run):
     return problem
 
 
-def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path, link):
     (tmp_path / "mine").write_text("keep")
-    (tmp_path / ".lock").symlink_to("mine")
+    link(tmp_path / "mine", tmp_path / ".lock")
     assert refused(tmp_path).endswith(".lock: is a link; remove it")
     assert (tmp_path / "mine").read_text() == "keep"
 

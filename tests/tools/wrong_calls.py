@@ -225,5 +225,6 @@ TOOLS = {
         run image | image: was trained by moh_lm.vision dit, and run by moh_lm.pretrain; give runs
         run --output . | --output .: is a directory; give a file in it
         run --out x.html | flag --out is unknown: did you mean --output?
+        run -- --png | --: only flags may follow, so leave it out
     """,
 }
