@@ -1,6 +1,7 @@
 """The reports of a ladder: REPORT.md with the losses of its runs; WIDTHS.md and widths.png of those with --widths."""
 
 from moh_lm.config.presets import SIZES
+from moh_lm.data.files import publish_own
 from studies.pictures import finish, pyplot
 from studies.results import final_loss, flops, read_run, write_table
 
@@ -53,5 +54,5 @@ def write_widths(out):
 
 def publish(path, lines):
     text = "\n".join(lines) + "\n"
-    path.write_text(text, encoding="utf-8")
+    publish_own(path.parent, {path.name: text.encode()})
     print(text)

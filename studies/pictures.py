@@ -3,7 +3,10 @@
 table: {size: {variant: {seed: run}}} of report.py. Each form has a colour, each budget of heads a line style.
 """
 
+import io
 from statistics import mean
+
+from moh_lm.data.files import publish_own
 
 try:
     import matplotlib
@@ -60,7 +63,9 @@ def finish(figure, axes, path):
         handles, labels = axis.get_legend_handles_labels()
         lines |= dict(zip(labels, handles, strict=True))
     figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=100)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=100)
+    publish_own(path.parent, {path.name: file.getvalue()})
     pyplot.close(figure)
     print(f"wrote {path}")
 

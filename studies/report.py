@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import mean, median
 
 from moh_lm.cost.memory import parameter_counts
+from moh_lm.data.files import publish_own
 from studies import results
 from studies.pictures import draw
 from studies.results import final_loss, final_losses, flops, significance, spread
@@ -31,7 +32,7 @@ def write(out, table):
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
     times = {size: read_times(out, size, DENSE) for size in sizes}
     text = markdown(sizes, factors, table, tuned, left_out, times)
-    (out / "REPORT.md").write_text(text, encoding="utf-8")
+    publish_own(out, {"REPORT.md": text.encode()})
     print(text)
     draw(out, sizes, table.variants, factors)
 
@@ -195,7 +196,7 @@ def size_section(size, heads, variants, found):
     if dense:
         columns |= {f"{title}, {DENSE} = 1": to_dense(of) for title, of in (("FLOPs", flops), ("KV", results.kept))}
     columns |= {
-        "alarms": alarms_of,
+        "alarms": lambda name, runs: f"{mean(run['alarms'] for run in runs):.3g}".replace("nan", "unknown"),
         "seeds": lambda name, runs: str(len(runs)),
     }
     for source in sources:
@@ -216,12 +217,6 @@ def size_section(size, heads, variants, found):
     ordered = {name: [run for _, run in sorted(runs.items())] for name, runs in variants.items()}
     rows = [[name, *(write(name, runs) for write in columns.values())] for name, runs in ordered.items()]
     yield from results.write_table(["", *columns], rows)
-
-
-def alarms_of(name, runs):
-    """The alarms of a run, the mean over ``runs``."""
-    counts = [run["alarms"] for run in runs]
-    return "unknown" if None in counts else f"{mean(counts):.3g}"
 
 
 def times_section(size, found, times):

@@ -24,7 +24,7 @@ def read_run(directory):
 
     {"config", "evaluations": {step: {source: loss in nats per token}}, "rows": of metrics.jsonl, "active_heads":
     {layer: heads of a token} in the last interval, with --routing-top-p and --routing relu only, "alarms": how many
-    fired that are about heads; None without an events.jsonl}.
+    fired that are about heads; NaN without an events.jsonl}.
     """
     try:
         config = Config.load(directory / "config.json")
@@ -43,7 +43,7 @@ def read_run(directory):
         "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
         "rows": rows,
         "active_heads": {layer: n for of in heads for layer, n in zip(of["layer"], of["active_heads"], strict=True)},
-        "alarms": sum(map((COLLAPSE, BALANCE, DRIFT).count, alarms)) if path.exists() else None,
+        "alarms": sum(map((COLLAPSE, BALANCE, DRIFT).count, alarms)) if path.exists() else math.nan,
     }
 
 

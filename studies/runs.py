@@ -19,6 +19,7 @@ import torch
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import refuse_foreign
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
 from moh_lm.monitor.surroundings import commit
@@ -127,11 +128,12 @@ def differs(run, out):
 
 
 def lock_directory(out):
-    """Hold OUT until this program ends. Raises ConfigError if another command trains there.
+    """Hold OUT until this program ends. Raises ConfigError if another command trains there, or a REPORT.md is not ours.
 
     Each would empty the logs of the other's runs.
     """
     out.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(out, ("REPORT.md", "WIDTHS.md"))
     return lock_run_directory(out, "OUT")
 
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 from moh_lm.cli.command import device, output_path, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
-from moh_lm.data.files import ShardError, publish
+from moh_lm.data.files import ShardError, publish_own, refuse_foreign
 from moh_lm.units import above_0, at_least
 from tools.tasks.suites import SUITES
 
@@ -89,7 +89,7 @@ def run(arguments):
         raise ConfigError([f"--tokens {arguments.tokens}: must be {SHORTEST} or above, such as 16384"])
     if arguments.suite and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError([f"--suite {arguments.suite}: pip install -e '.[eval]' for its tasks"])
-    writable_directory(arguments.output)
+    refuse_foreign(writable_directory(arguments.output), ("heads.json", "index.html"))
     model, limit, tokenizer = load(arguments)
     if len(model.config.head_counts) > 1 or model.config.head_dims:
         raise ConfigError([f"--model {arguments.model}: needs as many heads in every layer, and of one width"])
@@ -116,8 +116,7 @@ def run(arguments):
     text = page(report, pictures, tokenizer.model.decode)
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
     files |= {"heads.json": json.dumps(plain(report)).encode() + b"\n", "index.html": text.encode()}
-    for name, content in files.items():
-        publish(arguments.output / name, content)
+    publish_own(arguments.output, files)
     print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
 
 

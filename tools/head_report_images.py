@@ -21,7 +21,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 from moh_lm.cli.command import device, output_path, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
-from moh_lm.data.files import ShardError, publish
+from moh_lm.data.files import ShardError, publish_own, refuse_foreign
 from moh_lm.units import at_least
 
 
@@ -63,14 +63,14 @@ def run(arguments):
     source = open_source(arguments.images)
     classes = list(dict.fromkeys(arguments.classes or range(config.model.num_classes)))
     check(arguments, step, config.model, source, classes)
-    writable_directory(arguments.output)
+    refuse_foreign(writable_directory(arguments.output), ("heads.json", "heads.png"))
     report = report_of(config, model.to(device), source, classes, arguments.number, arguments.batch_size)
     report = {"model": str(arguments.model), "source": str(arguments.images), **report}
-    publish(arguments.output / "heads.json", json.dumps(report, default=plain).encode() + b"\n")
+    publish_own(arguments.output, {"heads.json": json.dumps(report, default=plain).encode() + b"\n"})
     print(table(report))
     from tools.heads.images import picture  # which needs matplotlib: the numbers come first
 
-    publish(arguments.output / "heads.png", picture(report))
+    publish_own(arguments.output, {"heads.png": picture(report)})
     print(f"{report['images']} images of {len(classes)} classes; all numbers: {arguments.output / 'heads.json'}")
 
 

@@ -14,7 +14,7 @@ import os
 import sys
 import zlib
 from array import array
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +25,7 @@ VERSION = 3  # of the sidecar and of the manifest
 UNSEALED = 2  # the version before, which is read too
 REMEDY = "restore it, or run data_prep/tokenize.py again"
 BLOCK = 1 << 16  # bytes under one CRC-32
+WRITTEN = ".written_here.json"  # {name: hashes of what ``publish_own`` has written there last}
 CHUNK = 1 << 20  # bytes that a pass over a whole file handles at a time
 
 
@@ -81,6 +82,27 @@ def publish(path: Path, data: bytes):
     finally:
         temporary.unlink(missing_ok=True)
     flush(path.parent)
+
+
+def publish_own(directory: Path, files: dict[str, bytes]):
+    """``publish`` these contents by name. Raises ConfigError rather than replace a file that it has not written so."""
+    known, hashes = refuse_foreign(directory, files), {}
+    for name, data in files.items():  # the former one stays known until it is replaced
+        hashes[name] = [hashlib.sha256(data).hexdigest(), *known.get(name, [])[:1]]
+    write_json(directory / WRITTEN, known | hashes)
+    for name, data in files.items():
+        publish(directory / name, data)
+
+
+def refuse_foreign(directory: Path, names) -> dict:
+    """Raise ConfigError if one of ``names`` is no file of ``publish_own``, or was changed. Returns {name: hashes}."""
+    known = {}
+    with suppress(OSError, ValueError):  # absent or damaged
+        known = read_json(directory / WRITTEN)
+    for path in (directory / name for name in names):
+        if os.path.lexists(path) and (path.is_symlink() or sha256_of(path) not in known.get(path.name, ())):
+            raise ConfigError([f"{path}: was written or changed by someone else; move it, or choose another directory"])
+    return known
 
 
 def flush(path: str | Path):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from moh_lm.config import ConfigError
 from studies import pictures, report, results
 from studies.atlas_forms import TABLE
 from tests.studies.written_runs import write_run
@@ -24,6 +25,17 @@ def written(out):
     lines = (out / "REPORT.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     return lines, {row[1]: row for row in cells}
+
+
+@pytest.mark.parametrize("name", ["REPORT.md", "curves.png"])
+def test_a_report_replaces_its_own_files_and_no_others(tmp_path, name):
+    write_losses(tmp_path, "dense", [3.0])
+    written(tmp_path)
+    written(tmp_path)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"{name}: was written or changed by someone else; move it"):
+        written(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_alarms_of_a_run_without_events_are_unknown(tmp_path):

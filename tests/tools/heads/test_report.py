@@ -134,6 +134,10 @@ def test_what_has_to_be_fixed_is_said(tools, head_tool, run, corpus, tmp_path, m
     ]:
         code, _, err = head_tool(*flags, *more)
         assert code == 2 and words in err and err.startswith("head_report: ")
+    (tmp_path / "heads.json").write_text("mine")
+    code, _, err = head_tool(*flags)
+    assert code == 2 and f"{tmp_path}/heads.json: was written or changed by someone else" in err
+    (tmp_path / "heads.json").unlink()
     for module in ("tools.heads.report", "tools.heads.pictures"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that its import fails
@@ -150,6 +154,6 @@ def test_a_report_that_cannot_be_written_is_one_line(tools, head_tool, run, corp
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(head_report, "publish", full)
+    monkeypatch.setattr(head_report, "publish_own", full)
     code, _, err = head_tool(*flags, "--output", tmp_path / "out")
     assert code == 1 and err.splitlines()[-1] == "head_report: no space left on device"
