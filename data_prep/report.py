@@ -28,10 +28,8 @@ JUDGED = 1 << 20  # bytes of a compressed file that tell how much it holds
 
 
 class LeftOut:
-    """Files that are left out. A few are named in a line; if there are many, all are listed in the file at ``path``.
-
-    Where that name is taken by a file that no command like this wrote, the line names them all.
-    """
+    """Files that are left out. A few are named in a line; if there are many, all are listed in the file at ``path``, or
+    in the line where that is a file of someone else."""
 
     def __init__(self, path: Path):
         self.path = path

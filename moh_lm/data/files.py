@@ -86,9 +86,8 @@ def publish(path: Path, data: bytes):
 
 def publish_own(directory: Path, files: dict[str, bytes]):
     """``publish`` these contents by name. Raises ConfigError rather than replace a file that it has not written so."""
-    known, hashes = refuse_foreign(directory, files), {}
-    for name, data in files.items():  # the former one stays known until it is replaced
-        hashes[name] = [hashlib.sha256(data).hexdigest(), *known.get(name, [])[:1]]
+    known = refuse_foreign(directory, files)  # what stood there stays known until it is replaced
+    hashes = {name: [hashlib.sha256(data).hexdigest(), *known.get(name, [])[:1]] for name, data in files.items()}
     write_json(directory / WRITTEN, known | hashes)
     for name, data in files.items():
         publish(directory / name, data)

@@ -43,8 +43,7 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     try:  # not through a link, whose target would lose its content
         lock = open(name, "a+", encoding="utf-8", opener=open_no_link)  # noqa: SIM115 - for the life of the process
     except OSError as error:
-        is_link = error.errno in (errno.ELOOP, errno.EMLINK)
-        reason = "is a link; remove it" if is_link else f"{error.strerror}; fix this"
+        reason = "is a link; remove it" if error.errno in (errno.ELOOP, errno.EMLINK) else f"{error.strerror}; fix this"
         raise ConfigError([f"{called} {path}: {name}: {reason}"]) from error
     for attempt in range(LOCK_SECONDS + 1):
         try:

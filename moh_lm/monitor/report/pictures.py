@@ -126,9 +126,8 @@ def svg(figure, name):
     """The picture as text that can stand in a page; ``name`` keeps its ids apart from those of other pictures."""
     file = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        if engine := figure.get_layout_engine():  # by itself: savefig would draw the whole picture once more for it
-            engine.execute(figure)
-            figure.set_layout_engine(None)
+        figure.get_layout_engine().execute(figure)  # by itself: savefig would draw all once more for it
+        figure.set_layout_engine(None)
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")

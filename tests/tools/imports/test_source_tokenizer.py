@@ -97,7 +97,14 @@ def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("code", [CODE, {"tokenizer_class": "OwnTokenizer", "processor_class": "own.OwnTokenizer"}])
+@pytest.mark.parametrize(
+    "code",
+    [
+        CODE,
+        {"tokenizer_class": "OwnTokenizer", "processor_class": "own.OwnTokenizer"},
+        {"custom_pipelines": {"a": {"impl": "own.A"}}, "of": [{"auto_map": {"AutoConfig": "own.B"}}]},
+    ],
+)
 def test_code_that_a_tokenizer_names_is_in_no_export(imported, tool, tmp_path, trained, code):
     """The tokenizer itself works: its pieces are in tokenizer.json."""
     chat_model(tmp_path / "hf")

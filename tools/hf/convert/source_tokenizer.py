@@ -15,7 +15,7 @@ from tools.hf.convert.tokenizer_json import CLASS, write_files
 
 NAMES = ("bos", "eos", "pad", "unk")
 LEFT = ("Llama", "CodeLlama", "Gemma", "Cohere")  # classes of transformers that pad on the left if no file says where
-CODE = ("auto_map", "processor_class")  # keys of files of Hugging Face that name Python code
+CODE = ("auto_map", "processor_class", "custom_pipelines")  # keys of files of Hugging Face that name Python code
 
 
 def cleaned(content, more):
@@ -24,10 +24,17 @@ def cleaned(content, more):
     A class of transformers reads tokenizer.json then. Bytes that need no change stay as they are.
     """
     settings = parse_json(content)
-    wanted = more | {key: value for key, value in settings.items() if key not in CODE}
+    wanted = more | without_code(settings)
     if needs_code(settings):
         wanted["tokenizer_class"] = CLASS
     return content if wanted == settings else json_bytes(wanted)
+
+
+def without_code(value):
+    """A value of JSON, without the keys of ``CODE`` at any depth."""
+    if isinstance(value, dict):
+        return {key: without_code(item) for key, item in value.items() if key not in CODE}
+    return [*map(without_code, value)] if isinstance(value, list) else value
 
 
 def names_code(directory):
