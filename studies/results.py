@@ -36,13 +36,14 @@ def read_run(directory):
         return None
     rows = metrics(directory)
     heads = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
-    alarms = [row.get("alarm") for _, row in complete_rows(directory / "events.jsonl") if row.get("event") == "alarm"]
+    path = directory / "events.jsonl"
+    alarms = [row.get("alarm") for _, row in complete_rows(path) if row.get("event") == "alarm"]
     return {
         "config": config,
         "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
         "rows": rows,
         "active_heads": {layer: n for of in heads for layer, n in zip(of["layer"], of["active_heads"], strict=True)},
-        "alarms": sum(map((COLLAPSE, BALANCE, DRIFT).count, alarms)) if (directory / "events.jsonl").exists() else math.nan,
+        "alarms": sum(map((COLLAPSE, BALANCE, DRIFT).count, alarms)) if path.exists() else math.nan,
     }
 
 

@@ -24,6 +24,7 @@ from moh_lm.data.files import read_json
 from moh_lm.training.guard import Guard
 
 KEYS = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "alarms", "data"}
+LARGEST = 3.4028235e38  # float32, in which losses and norms are computed
 
 
 class RunState:
@@ -110,9 +111,6 @@ def read_state(step):
     if missing:
         raise ConfigError([f"{path}: has no {', '.join(sorted(missing))}; it was written by another version"])
     return state
-
-
-LARGEST = 3.4028235e38  # float32, in which losses and norms are computed
 
 
 def is_count(value, most=2**53):

@@ -221,8 +221,8 @@ def sample_hash(count, read, digest=None):
     """SHA-256 of what ``read`` gives of ``count`` images, by their numbers.
 
     Of a large data set only ``MOST_HASHED`` images, drawn at random but always the same, or as many as have
-    ``MOST_BYTES``: to read all of them would take longer than the start of a run. That takes 0.02 s
-    however many there are, a third of opening 10,000 small images. digest: a hash to add to.
+    ``MOST_BYTES``: to read all would take longer than the start of a run. These take 0.02 s, a third of the
+    time to open 10,000 small images, and no more for larger sets. digest: a hash to add to.
     """
     digest, left = digest or hashlib.sha256(), MOST_BYTES
     for index in generator(HASHED, count).permutation(count)[:MOST_HASHED].tolist():
