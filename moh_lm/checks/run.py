@@ -179,11 +179,11 @@ def graph_problems(config):
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; leave it out")
     if parallel.pipeline_parallel_size > 1:
         stages = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
-        found.append(f"{given}: a pipeline stage sends and receives within a pass, by {stages}; leave one of the two out")
+        found.append(f"{given}: {stages} sends and receives within a pass; leave one of the two out")
     if parallel.zero_stage == 3:
         found.append(f"{given}: --zero-stage 3 moves the weights within a pass; choose 2, or leave the graph out")
     if config.run.window_strategy == "entropy":
-        found.append(f"{given}: --window-strategy entropy changes its windows with every step; leave one of the two out")
+        found.append(f"{given}: --window-strategy entropy moves its windows after every step; leave one of the two out")
     return found
 
 

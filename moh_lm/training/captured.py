@@ -4,13 +4,13 @@
     replay    copy tokens, labels, positions and sample numbers into the tensors that the graph reads, and launch it
 
 DeepSpeed sees an ordinary model. The whole graph is the forward pass of one autograd function of all weights, whose
-backward pass returns the gradients that the graph has written. DeepSpeed's hooks therefore fire outside of the graph, as
-each gradient arrives, and its buckets, sums over micro-batches and reductions are those of an uncaptured run.
+backward pass returns the gradients that the graph has written. DeepSpeed's hooks therefore fire outside of the graph,
+and its buckets, sums over micro-batches and reductions are those of an uncaptured run.
 
 A graph repeats kernels and no Python. The shares and the coefficient that routers follow are tensors that change in
-place (``BatchContext``). What else Python decides about a micro-batch is its ``kind``, and a micro-batch of another
-kind, such as the first after a dense warm-up, is recorded anew. What the pass adds to lists, such as rows of routers, is
-taken from them during the capture and added again, as a copy, with every replay.
+place (``BatchContext``). What else Python decides about a micro-batch is its kind, and a micro-batch of another kind,
+such as the first after a dense warm-up, is recorded anew. What a pass adds to lists, such as rows of routers, is taken
+from them during the capture, and every replay adds a copy of it.
 """
 
 from typing import NamedTuple
@@ -67,9 +67,8 @@ class CapturedMicroBatch:
         self.differences = loss, gradient = differences(self.outputs, exact)
         if not (loss <= TOLERANCE and gradient <= 2 * torch.finfo(self.weights[0].dtype).eps + TOLERANCE):
             raise RuntimeError(
-                f"--cuda-graph: a captured micro-batch differs from the same without a graph, by {loss:.1e} in the loss "
-                f"and {gradient:.1e} of the largest gradient; leave the flag out, and report the device and the version "
-                "of torch"
+                f"--cuda-graph: a captured micro-batch differs from one without a graph, by {loss:.1e} in the loss and "
+                f"{gradient:.1e} of the largest gradient; leave the flag out, and report the device and torch's version"
             )
 
     def compute(self):
