@@ -64,10 +64,13 @@ def check_backend(arguments, device):
     """Raise ConfigError for a --backend that cannot train there."""
     backend, needed = arguments.backend, "cpu" if arguments.backend == "cpu_sparse" else "cuda"
     compiled = [name for name in arguments.contestants if "-compiled" in name and not name.startswith("hf")]
-    fused = [name for name in arguments.contestants if name.endswith(("-fused", "-captured"))]
+    fused = [name for name in arguments.contestants if name.endswith("-fused")]
+    captured = [name for name in arguments.contestants if name.endswith("-captured")]
     problems = []
     if fused and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         problems.append(f"--contestants {fused[0]}: its kernels need a GPU, and --device is {device}; leave it out")
+    if captured and device.type != "cuda":
+        problems.append(f"--contestants {captured[0]}: its graph needs a GPU, and --device is {device}; leave it out")
     if backend not in ("auto", "dense") and device.type != needed:
         place = {"cpu": "a CPU", "cuda": "a CUDA GPU"}[needed]
         problems.append(f"--backend {backend}: needs {place}, and --device is {device}; choose auto")

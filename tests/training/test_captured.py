@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
+from moh_lm.kernels.masks import apply_window
+from moh_lm.model.rotary import Rotary, rotary_table
 from moh_lm.training import captured
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, engine_of
@@ -66,6 +68,7 @@ def four_steps(config):
     every weight, moment and bias."""
     engine = engine_of(config, num_sources=3)
     said, left = engine.compare_kernels(), []
+    places = [weight.data_ptr() for weight in engine.model.parameters()]
     for step in range(4):
         engine.begin(step)
         batches = list(micro_batches(config, step, engine.micro_batches))
@@ -73,6 +76,7 @@ def four_steps(config):
         evaluated = torch.tensor(engine.evaluate(batches), dtype=torch.float64)
         found = torch.tensor([result.loss, result.grad_norm])
         left += [result.losses, result.routers, engine.step_check.gradient_not_finite.take(), evaluated, found]
+    assert places == [weight.data_ptr() for weight in engine.model.parameters()]  # where a graph reads them
     return said, engine, left + [part for fragment in engine.fragments() for part in fragment.tensors.values()]
 
 
@@ -98,6 +102,16 @@ def compare_runs(tmp_path):
         said, engine, replayed = four_steps(replace(config, run=replace(config.run, cuda_graph=True)))
         assert "differ by 0.0e+00" in said[0] and engine.captured.graph.operations, flags
         assert all(torch.equal(*pair) for pair in zip(replayed, plain, strict=True)), flags
+
+
+def test_a_graph_makes_its_own_tables(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = torch.zeros(4, 1, 8)
+    first, second = (apply_window(None, 2, x, True).mask for _ in range(2))
+    assert first is not second and torch.equal(first, second)
+    first, second = (rotary_table(4, Rotary(8, 1e4), torch.float32, x.device)[0] for _ in range(2))
+    assert first is not second and torch.equal(first, second)
 
 
 def test_a_graph_that_keeps_its_first_tokens_is_refused(tmp_path):
