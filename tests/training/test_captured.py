@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moh_lm.checks.run import graph_problems
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.kernels.masks import apply_window
@@ -123,3 +124,11 @@ def refuse_frozen(tmp_path):
     config, *_ = parse_config(arguments("data", tmp_path, "--cuda-graph", "true"))
     with pytest.raises(RuntimeError, match="--cuda-graph: a captured micro-batch differs"):
         engine_of(config).compare_kernels()
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-parallel-size 2", "--zero-stage 3", "--window-strategy entropy"])
+def test_a_micro_batch_that_is_no_one_graph_is_refused(flags, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config, *_ = parse_config(["--cuda-graph", "true", *flags.split()])
+    (problem,) = graph_problems(config)
+    assert problem.startswith(f"--cuda-graph: {flags}")
