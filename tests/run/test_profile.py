@@ -13,7 +13,7 @@ from tests.training.runs import arguments, run
 from tools import run_report
 
 SHORT = """--train-iters 5 --eval-interval 0 --eval-samples 1 --log-interval 1 --save-interval 3 --num-layers 1
-    --batch-tokens 32""".split()
+    --batch-tokens 64""".split()
 PROFILED = (*SHORT, "--profile", "2:4", "--profile-memory", "--profile-ranks", "all")
 
 
