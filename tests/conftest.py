@@ -1,7 +1,7 @@
 """Fixtures shared by the tests: a small data directory, Triton's interpreter, and a machine left as it was found."""
 
 import multiprocessing
-import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -146,14 +146,12 @@ def programs(tmp_path_factory):
         yield folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter():
     """Runs a function of the tests with its arguments where Triton interprets, in a process of its own: the interpreter
-    is chosen when Triton is imported."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        pool = multiprocessing.get_context("spawn").Pool(1, prepare)
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-    with pool:
-        yield lambda function, *arguments: pool.apply(function, arguments)
+    is chosen when Triton is imported. The function may be ``run_ranks``, whose ranks interpret too."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            processes.submit(prepare).result()
+        yield lambda function, *arguments: processes.submit(function, *arguments).result()

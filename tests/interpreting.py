@@ -28,6 +28,14 @@ def prepare():
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
 
 
+def train(flags):
+    """The training program on a rank that interprets kernels."""
+    from tests.training import runs
+
+    prepare()
+    runs.run(flags)
+
+
 def multiply_bf16():
     """The interpreter keeps bf16 as integers and multiplies those: let it multiply their values."""
     from triton.language import bfloat16, float32

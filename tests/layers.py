@@ -10,7 +10,7 @@ from moh_lm.model.balance import BALANCE
 from tests.models import attend, make_layer
 from tests.reference import Layer, Rotary, Routing, assert_slopes, attention_layer, balance_loss, entropy, z_loss
 
-LENGTH, BATCH = 8, 2
+LENGTH, BATCH = 6, 2
 
 
 def vivid_layer(config, backend="dense", seed=0, **settings):

@@ -78,8 +78,7 @@ def test_few_documents_are_cut_and_rows_begin_with_one(directory, lengths):
     found = {}
     for packing in ("best_fit", "concatenate"):
         rows = [row for row, *_ in rows_of(opened(directory, packing))]
-        pieces = np.unique([(document[token], number) for number, row in enumerate(rows) for token in row], axis=0)
-        times = np.bincount(pieces[:, 0])
+        times = np.bincount(np.concatenate([np.unique(document[row]) for row in rows]))
         fits = [index for index in np.flatnonzero(times) if lengths[index] <= LENGTH]
         begins = np.mean([row[0] in {0, *ends.tolist()} for row in rows])
         found[packing] = np.mean([times[index] > 1 for index in fits]), begins

@@ -1,7 +1,5 @@
 """The Triton kernels of the loss, in Triton's interpreter, against torch in float64."""
 
-import multiprocessing
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,8 @@ import torch.nn.functional as F
 
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
-from tests import distributed
+from tests.distributed import run_ranks
+from tests.interpreting import train
 from tests.training import runs
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -85,19 +84,15 @@ def losses_of_ranks():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_a_vocabulary_compute_the_same(ranks, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(distributed, "CONTEXT", multiprocessing.get_context("spawn"))  # Triton is imported anew
-    found = distributed.run_ranks(losses_of_ranks, ranks)  # of 4 ranks with 9 ids the last one has none
+def test_ranks_that_share_a_vocabulary_compute_the_same(interpreter, ranks):
+    found = interpreter(run_ranks, losses_of_ranks, ranks)  # of 4 ranks with 9 ids the last one has none
     for result in found:
         torch.testing.assert_close(result, expected(*make_problem(9, seed=2), 0.01), rtol=1e-6, atol=1e-7)
 
 
-def test_a_run_with_the_kernels_trains_the_same_model(data_dir, one_rank_run, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(distributed, "CONTEXT", multiprocessing.get_context("spawn"))
-    flags = ("--fused-loss", "--fused-router", "--tensor-parallel-size", "2", "--train-iters", "2")
-    distributed.run_ranks(runs.run, 2, runs.arguments(data_dir, tmp_path, *flags))
+def test_a_run_with_the_kernels_trains_the_same_model(interpreter, data_dir, one_rank_run, tmp_path):
+    flags = "--fused-loss --fused-router --tensor-parallel-size 2 --train-iters 2 --eval-samples 1".split()
+    interpreter(run_ranks, train, 2, runs.arguments(data_dir, tmp_path, *flags))
     assert runs.losses(tmp_path) == pytest.approx(runs.losses(one_rank_run)[:1], rel=1e-5)
 
 
@@ -125,8 +120,9 @@ def check_comparison():
     loss, gradient = kernels.compare_with_torch(40, torch.float32, torch.device("cpu"), partition, None, 0.01)
     assert loss < 1e-5 and gradient < 1e-5
     plain = kernels.torch_differentiate
-    kernels.torch_differentiate = lambda logits, *others: plain(logits.mul_(1.01), *others)
-    with pytest.raises(RuntimeError, match="--fused-loss: its kernels differ from torch on this device, by .* leave"):
+    differ = "--fused-loss: its kernels differ from torch on this device, by .* leave"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=differ):
+        patch.setattr(kernels, "torch_differentiate", lambda logits, *others: plain(logits.mul_(1.01), *others))
         kernels.compare_with_torch(40, torch.float32, torch.device("cpu"), partition, None, 0.01)
 
 

@@ -82,10 +82,8 @@ LAYOUTS = [
 FOURS = [  # where four ranks share what two cannot: one key/value head, a layer for each stage, uneven heads
     (1, 1, 4, 3, 1, 1, True, "released, step, tied", 1),
     (1, 4, 1, 1, 2, 2, True, "paper, latent", 1),
-    (2, 4, 1, 1, 1, 1, True, "query norm", 1),
-    (4, 1, 1, 2, 1, 2, True, "released, one key", 1),
-    (4, 1, 1, 3, 2, 1, True, "query norm, step, grouped", 1),
-    (4, 1, 2, 2, 1, 1, False, "no shared head below, windows, own keys", 1),
+    (4, 1, 1, 1, 1, 2, True, "released, one key", 1),
+    (4, 1, 1, 1, 2, 1, False, "no shared head below, windows, own keys", 1),
 ]
 
 
@@ -205,15 +203,6 @@ def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, 
     for layout in ((1, 1, 2, 2, 1, True, "paper"), (2, 2, 1, 1, 4, False, "paper")):
         _, deviation = deviations("-".join(map(str, layout)), layout, reference)
         assert deviation <= rounding, layout
-
-
-def test_eight_stages_of_continued_training_are_one_process(data_dir, tmp_path):
-    sizes = "--num-layers 8 --num-key-value-heads 4 --gradient-clipping 1.0 --num-shared-heads 4 --batch-tokens 64"
-    for name, pipeline in (("one", 1), ("many", 8)):
-        layout = (1, pipeline, 1, 1, 1, False, "query norm")
-        flags = [*flags_of(layout, data_dir, tmp_path / name), *sizes.split()]
-        run_ranks(run, layout[0] * layout[1] * layout[2], flags)
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

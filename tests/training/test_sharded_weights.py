@@ -22,7 +22,8 @@ from moh_lm.training.text_engine import TextEngine
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, equal, losses, parameters, rows, run, training_rows
 
-COMPILED = ("--zero-stage", "3", "--compile")
+PLAIN = ("--zero-stage", "3")
+COMPILED = (*PLAIN, "--compile", "--recompute")
 
 
 def run_with_every_weight_sharded(flags, *more):
@@ -59,15 +60,28 @@ def run_with_every_weight_sharded(flags, *more):
     return set.intersection(*passes), set.intersection(*kept), dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("flags, graphs", [(COMPILED[:2], 0), ((*COMPILED, "--recompute"), 2)])
-def test_no_weight_outlives_the_forward_pass_of_its_layer(
-    flags, graphs, data_dir, tmp_path, one_rank_run
-):
-    for given_up, kept, number in run_ranks(run_with_every_weight_sharded, 2, arguments(data_dir, tmp_path, *flags)):
+@pytest.fixture(scope="module")
+def run_of(data_dir, tmp_path_factory):
+    """{flags: (run directory, what each rank returns)} of an uninterrupted run, made when first asked for."""
+    made = {}
+
+    def of(flags):
+        if flags not in made:
+            directory = tmp_path_factory.mktemp("sharded")
+            made[flags] = directory, run_ranks(run_with_every_weight_sharded, 2, arguments(data_dir, directory, *flags))
+        return made[flags]
+
+    return of
+
+
+@pytest.mark.parametrize("flags, graphs", [(PLAIN, 0), (COMPILED, 2)])
+def test_no_weight_outlives_the_forward_pass_of_its_layer(flags, graphs, run_of, one_rank_run):
+    directory, ranks = run_of(flags)
+    for given_up, kept, number in ranks:
         assert len(given_up) == len(parameters(one_rank_run)) and not kept
         assert number == graphs  # of training and of evaluation
-    assert losses(tmp_path) == pytest.approx(losses(one_rank_run), rel=1e-6)
-    found, expected = (list(map(figures, rows(directory))) for directory in (tmp_path, one_rank_run))
+    assert losses(directory) == pytest.approx(losses(one_rank_run), rel=1e-6)
+    found, expected = (list(map(figures, rows(each))) for each in (directory, one_rank_run))
     assert found == [pytest.approx(row, rel=1e-4) for row in expected]
 
 
@@ -76,13 +90,12 @@ def figures(row):
     return [value for layers in row["sink"].values() for value in layers] if "sink" in row else [row["grad_norm"]]
 
 
-def test_a_compiled_run_with_sharded_weights_resumes_bit_for_bit(data_dir, tmp_path):
-    whole, stopped = (arguments(data_dir, tmp_path / name, *COMPILED) for name in ("whole", "stopped"))
-    run_ranks(run_with_every_weight_sharded, 2, whole)
-    run_ranks(run_with_every_weight_sharded, 2, stopped, 3)  # between two evaluations
-    run_ranks(run_with_every_weight_sharded, 2, stopped)
-    assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
-    assert equal(parameters(tmp_path / "stopped"), parameters(tmp_path / "whole"))
+def test_a_compiled_run_with_sharded_weights_resumes_bit_for_bit(data_dir, tmp_path, run_of):
+    whole, _ = run_of(COMPILED)
+    for stop in (3, None):  # between two evaluations
+        run_ranks(run_with_every_weight_sharded, 2, arguments(data_dir, tmp_path, *COMPILED), stop)
+    assert rows(tmp_path) == rows(whole)
+    assert equal(parameters(tmp_path), parameters(whole))
 
 
 def run_with_memory_full_of_nan(flags):
