@@ -104,7 +104,7 @@ class Images:
         self.in_tar = os.path.isfile(path)
         files, links = tar_files(self.path) if self.in_tar else (folder_files(self.path), [])
         self.notes = [
-            f"{path}: {len(links)} links are left out, such as {link}; pack with tar -h" for link in links[:1]
+            f"{path}: {len(links)} links are left out, such as {link}; pack the files with tar -h" for link in links[:1]
         ]
         self.names = sorted(filter(is_image, files))  # not those in hidden folders
         if not any("/" in name for name in self.names):
