@@ -7,14 +7,15 @@
     3  loss        output head and loss, by torch and by --fused-loss                          benchmarks/loss.py
     4  layer       attention layers of LLM-S at 2,048 and 8,192 tokens, checked and tuned      benchmarks/attention.py
     5  step        training steps of LLM-S at 2,048 tokens, compiled, with and without fusion  benchmarks/step.py
-    6  long step   those of LLM-B at 8,192 tokens, the paper's regime
-    7  decoding    a new token against a cache                                                 benchmarks/decode.py
-    8  peers       LLM-S against Hugging Face's Llama, both compiled
-    9  medium step LLM-S at 8,192 tokens
-    10 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens
-    11 lengths     attention layers of that shape from 4,096 to 131,072 tokens: prefill (forward), and both passes
-    12 claim       the layer of the sources' own claim, 512 tokens
-    13 save        the layers of LLM-S and LLM-B again; ``auto`` goes by them from then on (measured.json)
+    6  captured    the same steps by calls and, but for AdamW, as one CUDA graph
+    7  long step   those of LLM-B at 8,192 tokens, the paper's regime
+    8  decoding    a new token against a cache                                                 benchmarks/decode.py
+    9  peers       LLM-S against Hugging Face's Llama, both compiled
+    10 medium step LLM-S at 8,192 tokens
+    11 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens
+    12 lengths     attention layers of that shape from 4,096 to 131,072 tokens: prefill (forward), and both passes
+    13 claim       the layer of the sources' own claim, 512 tokens
+    14 save        the layers of LLM-S and LLM-B again; ``auto`` goes by them from then on (measured.json)
 
 Each part is a program of its own, so that one that fails costs only its own time. Every line that it prints is a row
 of the file at once: {"part", "line"}; and {"part", "command", "seconds", "code"} when it ends. Parts that ended with
@@ -46,6 +47,8 @@ PARTS = {
     "loss": "loss.py",
     "layer": "attention.py --levels layer --shapes llm-s --lengths 2048 8192 --rounds 5",
     "step": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants {KINDS} moh-50-compiled",
+    "captured": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants dense-compiled-fused "
+    "dense-compiled-fused-captured moh-50-compiled-fused moh-50-compiled-fused-captured",
     "long step": f"{STEP} --shape llm-b --seq-length 8192 --micro-batch-size 2 --contestants {KINDS}",
     "decoding": "decode.py --shapes llm-s llm-b --lengths 2048 8192",
     "peers": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 "

@@ -6,11 +6,11 @@
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
 AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
 name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``; with -fused the
-kernels are those of ``--fused-loss`` and ``--fused-router``. A step's time is the median over the rounds, after one
-that does not count; a ratio is the median of the ratios within a round, on a CPU by the clock and, behind it, by CPU
-time. GiB on a GPU: the most that a contestant needs during a step, with its own
-weights and moments. MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, for all heads and for
-active ones.
+kernels are those of ``--fused-loss`` and ``--fused-router``; with -captured behind these, forward and backward pass are
+one graph, as with ``--cuda-graph``. A step's time is the median over the rounds, after one that does not count; a ratio
+is the median of the ratios within a round, on a CPU by the clock and, behind it, by CPU time. GiB on a GPU: the most
+that a contestant needs during a step, with its own weights and moments. MFU: FLOPs of the step by ``flops_per_token``
+over time and --peak-tflops, for all heads and for active ones.
 """
 
 import os
@@ -36,8 +36,10 @@ from moh_lm.cli.devices import usable_device
 from moh_lm.config import HeadsConfig, ModelConfig, raise_any
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.choose import choose_backend
+from moh_lm.model.block import modules_of
 from moh_lm.model.transformer import compile_layers
 from moh_lm.supervise.malloc import keep_freed_memory
+from moh_lm.training.captured import CapturedMicroBatch
 from tools.hf.convert.keys import written
 
 VOCAB = {"tiny": 1024}
@@ -63,9 +65,12 @@ def check_backend(arguments, device):
     backend, needed = arguments.backend, "cpu" if arguments.backend == "cpu_sparse" else "cuda"
     compiled = [name for name in arguments.contestants if "-compiled" in name and not name.startswith("hf")]
     fused = [name for name in arguments.contestants if name.endswith("-fused")]
+    captured = [name for name in arguments.contestants if name.endswith("-captured")]
     problems = []
     if fused and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         problems.append(f"--contestants {fused[0]}: its kernels need a GPU, and --device is {device}; leave it out")
+    if captured and device.type != "cuda":
+        problems.append(f"--contestants {captured[0]}: its graph needs a GPU, and --device is {device}; leave it out")
     if backend not in ("auto", "dense") and device.type != needed:
         place = {"cpu": "a CPU", "cuda": "a CUDA GPU"}[needed]
         problems.append(f"--backend {backend}: needs {place}, and --device is {device}; choose auto")
@@ -125,7 +130,8 @@ def make(name, arguments, length, device):
     """(step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
     sizes = {**MODELS[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
     heads = HeadsConfig(head_selection="all")
-    unfused = name.removesuffix("-fused")
+    called = name.removesuffix("-captured")
+    unfused = called.removesuffix("-fused")
     kind = unfused.removesuffix("-compiled")
     if kind.startswith("moh-"):
         shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
@@ -144,7 +150,7 @@ def make(name, arguments, length, device):
         asked = "groups" if config.chooses_in_groups else arguments.backend
         chosen = choose_backend(asked, device, dtype, queries, share, compiled=kind != unfused)
         with device:  # drawn there, billions of weights take no time
-            fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != name)
+            fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != called)
             model, loss_of = build_model(config, backends=chosen, **fused), our_loss
         for parameter in model.parameters():
             constant = parameter.init_std is None
@@ -153,6 +159,8 @@ def make(name, arguments, length, device):
             compile_layers(model)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
+    if called != name:
+        model.use_captured(CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
 
     def step(tokens):

@@ -27,6 +27,7 @@ def config_problems(config, world_size):
         *run.backend_problems(config),
         *run.warmup_problems(config),
         *run.kernel_problems(config),
+        *run.graph_problems(config),
         *run.window_problems(config),
         *run.compile_problems(config.run),
         *run.reliability_problems(config.reliability),

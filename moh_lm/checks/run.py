@@ -169,6 +169,24 @@ def kernel_problems(config):
     return fused_router_problems(config.model.heads) if config.run.fused_router else []
 
 
+def graph_problems(config):
+    """Name what a micro-batch that is captured in a CUDA graph rules out."""
+    if not config.run.cuda_graph:
+        return []
+    given, parallel = "--cuda-graph", config.parallel
+    found = []
+    if not torch.cuda.is_available():
+        found.append(f"{given}: needs a CUDA GPU, and this machine shows none; leave it out")
+    if parallel.pipeline_parallel_size > 1:
+        stages = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
+        found.append(f"{given}: {stages} sends and receives within a pass; leave one of the two out")
+    if parallel.zero_stage == 3:
+        found.append(f"{given}: --zero-stage 3 moves the weights within a pass; choose 2, or leave the graph out")
+    if config.run.window_strategy == "entropy":
+        found.append(f"{given}: --window-strategy entropy moves its windows after every step; leave one of the two out")
+    return found
+
+
 def fused_router_problems(heads):
     """Name what the kernels of --fused-router do not compute."""
     refused = {

@@ -54,6 +54,7 @@ def cache_bytes(model, seq_length, width):
 def memory_estimate(config, world_size):
     """Return the bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
 
+    With a CUDA graph "graph" is what its gradients add; activations and loss are then never free for anything else.
     Under ZeRO-3 "start" is what the whole model adds before its weights are sharded. Fragmentation, the CUDA context
     and NCCL's buffers (about 1 GiB) are not counted. Neither are Muon's temporary copies of the largest matrix, because
     activations have been freed by then.
@@ -95,6 +96,8 @@ def stage_memory(config, world_size):
                 "loss": is_last * loss_bytes(model, width, tokens, tp, run.fused_loss),
             }
         )
+        if run.cuda_graph:
+            found[-1]["graph"] = width * trained
         if parallel.zero_stage == 3:
             found[-1]["start"] = max(0, width * parameters - sum(found[-1].values()))
     return found

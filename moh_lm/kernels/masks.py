@@ -49,12 +49,18 @@ def apply_window(documents, window, x, masked):
     length, batch = x.shape[:2]
     if not 0 < window < length:
         return documents
-    make = sliding.__wrapped__ if torch.compiler.is_compiling() else sliding  # a graph makes its own
+    make = sliding.__wrapped__ if in_graph() else sliding
     starts, ends, mask = make(window, length, x.device, masked and documents is None)
     if documents is None:
         return AttentionMask(starts.expand(batch, -1), ends.expand(batch, -1), mask)
     starts, ends = torch.maximum(starts, documents.starts), torch.minimum(ends, documents.ends)
     return AttentionMask(starts, ends, document_mask(starts) if masked else None)
+
+
+def in_graph():
+    """Return whether torch.compile or a CUDA graph records what is computed now. It makes its own tables: those of a
+    cache may be freed before the graph is."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 @functools.lru_cache(maxsize=4)

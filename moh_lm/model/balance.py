@@ -56,23 +56,37 @@ def make_rows(losses, a1, gates, selections, copies):
     return torch.cat([row[0], *(part / copies for part in row[1:])] if copies > 1 else row, dim=1)
 
 
-class RouterRows:
-    """The rows of one layer, kept until ``take`` is called.
+class MicroBatchParts:
+    """What the micro-batches of a step add about their sequences, [b, ...] each, kept until it is taken.
 
-    The backward pass adds them, since it runs once per micro-batch, in order, even if activations are recomputed.
+    Backward passes add it, since they run once per micro-batch, in order, even if activations are recomputed.
     """
 
     def __init__(self):
-        self.rows = []
+        self.parts = []
 
-    def add(self, rows):
-        self.rows.append(rows)
+    def add(self, part):
+        self.parts.append(part)
+
+    def take(self):
+        """Return the parts since the last call as one tensor, or None if there is none."""
+        parts, self.parts = self.parts, []
+        return torch.cat(parts) if parts else None
+
+    def newest(self):
+        """Return the newest part, or None, and forget the others too."""
+        parts, self.parts = self.parts, []
+        return parts[-1] if parts else None
+
+
+class RouterRows(MicroBatchParts):
+    """The rows of one layer."""
 
     def take(self):
         """Return a row for each sequence of this rank since the last call, float64 [n, 4 + E]; None if there is none,
         as in a dense warm-up."""
-        rows, self.rows = self.rows, []
-        return torch.cat(rows).double() if rows else None
+        rows = super().take()
+        return None if rows is None else rows.double()
 
 
 def attach_loss(hidden, loss, rows, kept):

@@ -52,9 +52,13 @@ class BatchContext:
         """
         self.waiting.extend(zip(positions, samples or [None] * len(positions), strict=True))
 
+    def following(self):
+        """Take the positions and samples of the next micro-batch from those that wait; (None, None) if none does."""
+        return self.waiting.popleft() if self.waiting else (None, None)
+
     def advance(self, device):
         """Move on to the next micro-batch."""
-        positions, samples = self.waiting.popleft() if self.waiting else (None, None)
+        positions, samples = self.following()
         self.samples = None if samples is None else samples.to(device, non_blocking=True)
         self.mask = self.positions = None
         if positions is not None:
@@ -65,13 +69,19 @@ class BatchContext:
         """Set whether the coming steps belong to the dense warm-up, and how many micro-batches each of them has."""
         self.dense_warmup, self.micro_batches = dense_warmup, micro_batches
 
+    def kind(self):
+        """Return what Python decides about the passes of a step; all else that changes does so inside its tensor."""
+        return self.dense_warmup, self.micro_batches
+
     def set_shares(self, shares):
         """Set the share of the last step's tokens that selected each expert. shares: {layer index: float [E]}."""
-        self.shares = {layer: share.float() for layer, share in shares.items()}
+        for layer, share in shares.items():
+            self.shares.setdefault(layer, torch.empty_like(share, dtype=torch.float32)).copy_(share)
 
     def set_l1(self, coefficient):
         """Set the coefficient of the L1 norm of ``relu`` gates, float []."""
-        self.l1 = coefficient.float()
+        self.l1 = torch.empty_like(coefficient, dtype=torch.float32) if self.l1 is None else self.l1
+        self.l1.copy_(coefficient)
 
     def router_inputs(self, layer_index):
         """Return the ``RouterInputs`` of a layer for the current micro-batch."""

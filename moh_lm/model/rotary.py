@@ -103,7 +103,8 @@ def magnitude(rotary):
 
 def rotary_table(seq_length, rotary, dtype, device):
     """Return cos and sin of the angles, each [s, 1, 1, e]. Angles are fp32 or wider; the two halves of e are equal."""
-    make = kept_table.__wrapped__ if torch.compiler.is_compiling() else kept_table  # a graph makes its own
+    in_graph = torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    make = kept_table.__wrapped__ if in_graph else kept_table  # which may be freed before the graph is
     return make(seq_length, rotary, dtype, device)
 
 

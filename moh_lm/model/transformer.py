@@ -151,16 +151,26 @@ class CausalLM(WholeModel):
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
         self.tied, self.loss = config.tie_embeddings, loss
+        self.captured = None
 
     def forward(self, tokens, labels=None):
         """Map tokens, int64 [b, s], to logits [s, b, vocab/tp], padding columns included, in the dtype of the weights.
 
         With labels, int64 [b, s], return the mean loss and the losses [s, b] of ``linear_cross_entropy`` instead.
         """
-        x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
         if labels is None:
-            return self.logits(x)
+            return self.logits(gather_sequence(self.model(tokens), self.group))
+        replayed = self.captured and self.training and torch.is_grad_enabled()
+        return (self.captured if replayed else self.losses)(tokens, labels)
+
+    def losses(self, tokens, labels):
+        """Return the mean loss of tokens [b, s] and their losses [s, b]; see ``forward``."""
+        x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
         return self.loss(x, self.head_weight(), labels.t(), self.vocab_partition)
+
+    def use_captured(self, captured):
+        """Use ``captured`` in place of ``losses`` when gradients are computed."""
+        self.captured = captured
 
     def logits(self, x):
         """Map normalised hidden states [..., d] to logits [..., vocab/tp]."""
@@ -183,11 +193,12 @@ def compile_layers(model, backend="inductor", kind=DecoderLayer):
     """Let torch.compile build the kernels of every layer of a ``kind`` of ``RoutedBlock`` in ``model``.
 
     Layers with equal head budgets share a graph of attention, router, norms and MLP. Each shape of a micro-batch needs
-    its own graph, as does evaluation. Raises torch's errors for graph breaks and beyond the recompile limit.
+    its own graph, as do evaluation and each batch size of --batch-warmup. Raises torch's errors for graph breaks and
+    beyond the recompile limit.
     """
     layers = modules_of(model, kind)
     settings = torch._dynamo.config  # loaded here because it takes a second, which most commands can save
-    settings.recompile_limit = max(settings.recompile_limit, 8 + 4 * len(layers))
+    settings.recompile_limit = max(settings.recompile_limit, 40 + 4 * len(layers))
     block = torch.compile(kind.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
         layer.use_compiled(block)

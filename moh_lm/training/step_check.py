@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from moh_lm.model.balance import MicroBatchParts
 from moh_lm.parallel.consensus import set_on_any_rank
 from moh_lm.training.guard import DIVERGENCE, OUT_OF_RANGE
 
@@ -46,13 +47,13 @@ class StepCheck:
         self.guard = guard
         self.largest_weight = largest_weight
         self.compare_replicas = compare_replicas
-        self.gradient_not_finite = []  # [b] bool of each micro-batch
+        self.gradient_not_finite = MicroBatchParts()  # [b] bool of each micro-batch
         self.stats = None
 
     def watch_gradient(self, output):
         """Record the sequences whose gradient is not finite at ``output`` [s, b, d] of the embedding, or anywhere
         above."""
-        output.register_hook(lambda grad: self.gradient_not_finite.append(~grad.sum((0, 2)).isfinite()))
+        output.register_hook(lambda grad: self.gradient_not_finite.add(~grad.sum((0, 2)).isfinite()))
 
     def examine(self, norm, copies):
         """Return the gradient norm of the step, or infinity if the step is to be skipped.
@@ -89,5 +90,5 @@ class StepCheck:
 
     def bad_sequences(self):
         """Return the places in this rank's part of the step of sequences with a non-finite loss or gradient."""
-        flags = {"loss": self.sums.not_finite, "gradient": self.gradient_not_finite}
-        return {name: torch.cat(parts).nonzero()[:, 0].tolist() if parts else [] for name, parts in flags.items()}
+        flags = {"loss": self.sums.not_finite.take(), "gradient": self.gradient_not_finite.take()}
+        return {name: [] if bad is None else bad.nonzero()[:, 0].tolist() for name, bad in flags.items()}

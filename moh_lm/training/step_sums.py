@@ -8,7 +8,7 @@ Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value gro
 
 import torch
 
-from moh_lm.model.balance import COUNTS, row_width
+from moh_lm.model.balance import COUNTS, MicroBatchParts, row_width
 from moh_lm.model.router import BIAS
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import sum_over_ranks
@@ -26,14 +26,14 @@ class StepSums:
         self.groups = groups
         self.counts_sequences = groups.context is None or groups.context.rank() == 0  # one of those that share one
         self.losses = torch.zeros(rows, 3, dtype=torch.float64, device=device)
-        self.not_finite = []
+        self.not_finite = MicroBatchParts()
 
     def add(self, losses, labels, sources):
         """Add the losses [s, b] of a micro-batch's sequences, with ``labels`` [b, s], to the rows ``sources`` [b]."""
         counted = (labels != IGNORED).double().sum(1)
         one = torch.full_like(counted, self.counts_sequences)
         per_sample = torch.stack((losses.double().sum(0), counted, one), dim=1)  # [b, 3]
-        self.not_finite.append(~per_sample[:, 0].isfinite())
+        self.not_finite.add(~per_sample[:, 0].isfinite())
         self.losses += one_hot(sources, len(self.losses)) @ per_sample  # index_add_ would not be deterministic on a GPU
 
     def reduce(self):
@@ -61,11 +61,12 @@ class RouterSums:
         self.num_sources = num_sources
         self.groups = groups
         self.device = device
-        self.shares = [
+        shares = [
             torch.full((layer.num_routed,), layer.uniform_load, dtype=torch.float64, device=device)
             for layer in layers
             if layer.num_routed
         ]
+        self.set_shares(shares)
         self.by_sign = any(layer.by_sign for layer in layers)
         self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
 

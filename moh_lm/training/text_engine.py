@@ -15,9 +15,11 @@ from moh_lm.model.transformer import DecoderLayer
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.layers import even_partition
 from moh_lm.parallel.ulysses import local_shard
+from moh_lm.training.captured import CapturedMicroBatch
 from moh_lm.training.deepspeed.pipeline import PipelineCausalLM
 from moh_lm.training.engine import Engine
 from moh_lm.training.sinks import Sinks, with_numbers
+from moh_lm.training.step_check import StepCheck
 from moh_lm.training.step_sums import StepSums
 
 COMPARED_TOKENS = 4096  # at most, when kernels are compared with torch
@@ -29,6 +31,9 @@ class TextEngine(Engine):
     def __init__(self, config, groups, device, num_sources):
         super().__init__(config, groups, device, num_sources, DecoderLayer)
         self.windows = moving_windows(self.model, config, groups, device)
+        self.captured = CapturedMicroBatch(self.model, self.recorders, device) if config.run.cuda_graph else None
+        if self.captured:
+            self.model.use_captured(self.captured)
 
     def build_model(self):
         run = self.config.run
@@ -58,7 +63,8 @@ class TextEngine(Engine):
         if asked and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(f"{asked[0]}: its kernels need a GPU, and this run has none; leave it out")
         dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        return [f"{name}: compared with torch on {comparisons[name](dtype)}" for name in asked]
+        found = [f"{name}: compared with torch on {comparisons[name](dtype)}" for name in asked]
+        return found + ([self.compare_graph()] if self.captured else [])
 
     def compare_loss(self, dtype):
         from moh_lm.parallel.triton_cross_entropy import compare_with_torch
@@ -85,6 +91,24 @@ class TextEngine(Engine):
         gate, gradient, others = map(max, zip(*found, strict=True))
         found = f"gates differ by at most {gate:.1e}, gradients by at most {gradient:.1e} of the largest"
         return f"{math.prod(shape[:2]):,} tokens: {found}; {others:.2%} of the tokens select other heads"
+
+    def compare_graph(self):
+        """Capture a made-up micro-batch of the shapes of the run's, and compare it with the same without a graph."""
+        run, data, size = self.config.run, self.config.data, self.config.run.micro_batch_size
+        token = torch.arange(size * run.seq_length, device=self.device).view(size, -1)
+        ids = local_shard(token * 7919 % self.config.model.vocab_size, self.groups.context)
+        positions = token % run.seq_length if data.reset_at_documents or data.seq_length_warmup else None
+        self.engine.train()
+        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight)  # of a step that is never taken
+        self.model.batch.feed([positions], [token[:, 0]])
+        self.captured(ids, ids.roll(-1, 1))
+        loss, gradient = self.captured.differences
+        found = f"losses differ by {loss:.1e}, gradients by at most {gradient:.1e} of the largest"
+        return f"--cuda-graph: compared with a micro-batch without a graph: {found}"
+
+    def recorders(self):
+        """Return the ``MicroBatchParts`` that a micro-batch adds to in its backward pass."""
+        return [self.step_check.gradient_not_finite, *(block.rows for block in self.blocks)]
 
     def own_part(self, micro_batches):
         """Return the micro-batches, reduced to the tokens and labels of this rank's part of the sequences."""

@@ -1,0 +1,134 @@
+"""A captured micro-batch on a device that is not there: a graph that repeats operations and no Python."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moh_lm.checks.run import graph_problems
+from moh_lm.data.loader import MicroBatch
+from moh_lm.flags import parse_config
+from moh_lm.kernels.masks import apply_window
+from moh_lm.model.rotary import Rotary, rotary_table
+from moh_lm.training import captured
+from tests.distributed import run_ranks
+from tests.training.runs import arguments, engine_of
+
+
+class Recording(TorchDispatchMode):
+    """Every operation with the tensors that it read and wrote, which a replay reads and writes again."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        results = function(*arguments, **(named or {}))
+        self.operations.append((function, arguments, named or {}, results))
+        return results
+
+    def replay(self):
+        with torch.no_grad():
+            for function, arguments, named, results in self.operations:
+                for kept, new in zip(tree_leaves(results), tree_leaves(function(*arguments, **named)), strict=True):
+                    if isinstance(new, torch.ScriptObject):  # of a collective, which goes on meanwhile
+                        new.wait()
+                    elif isinstance(new, torch.Tensor) and kept.data_ptr() != new.data_ptr():
+                        kept.detach().copy_(new)
+
+
+def reduce_scatter(shard, whole, group):
+    total = whole.clone()
+    dist.all_reduce(total, group=group)
+    shard.copy_(total.chunk(group.size())[group.rank()])
+
+
+def recorded(function):
+    with Recording() as graph:
+        outputs = function()
+    return graph, outputs
+
+
+def micro_batches(config, step, count):
+    """Micro-batches of 2 sequences, of two of three sources."""
+    generator = torch.Generator().manual_seed(step)
+    for number in range(count):
+        tokens = torch.randint(64, (2, config.seq_length + 1), generator=generator)
+        within = torch.arange(config.seq_length).repeat(2, 1) % (5 + step + number)
+        positions = within if config.data.reset_at_documents else None
+        sources, samples = torch.arange(2) + number % 2, torch.arange(2) + 8 * step + 2 * number
+        yield MicroBatch(tokens[:, :-1], tokens[:, 1:], sources, positions, samples)
+
+
+def four_steps(config):
+    """What is said at the start, the engine, and what 4 steps leave, with an evaluation after each: their results, and
+    every weight, moment and bias."""
+    engine = engine_of(config, num_sources=3)
+    said, left = engine.compare_kernels(), []
+    places = [weight.data_ptr() for weight in engine.model.parameters()]
+    for step in range(4):
+        engine.begin(step)
+        batches = list(micro_batches(config, step, engine.micro_batches))
+        result = engine.train_step(batches, 1e-2)
+        evaluated = torch.tensor(engine.evaluate(batches), dtype=torch.float64)
+        found = torch.tensor([result.loss, result.grad_norm])
+        left += [result.losses, result.routers, engine.step_check.gradient_not_finite.take(), evaluated, found]
+    assert places == [weight.data_ptr() for weight in engine.model.parameters()]  # where a graph reads them
+    return said, engine, left + [part for fragment in engine.fragments() for part in fragment.tensors.values()]
+
+
+CASES = [  # on two ranks; DeepSpeed does not forget that there were tensor-parallel ones
+    "--load-balance-scope global_batch",
+    "--routing paper --precision bf16 --recompute true",
+    "--routing relu --reset-at-documents true --zero-stage 2",
+    "--routing-unit head_in_group --precision bf16 --zero-stage 2 --batch-warmup 64:128",
+    "--load-balance-bias-rate 0.001 --dense-warmup-iters 2 --router-gumbel-noise 1 --tensor-parallel-size 2",
+]
+
+
+def test_a_captured_run_has_the_bits_of_one_that_is_not(tmp_path):
+    run_ranks(compare_runs, 2, tmp_path)
+
+
+def compare_runs(tmp_path):
+    captured.capture_on_gpu = recorded
+    dist.reduce_scatter_tensor = reduce_scatter  # gloo's copies from a buffer of its own, where a replay finds old sums
+    for flags in CASES:
+        config, *_ = parse_config(arguments("data", tmp_path, *flags.split()))
+        _, _, plain = four_steps(config)
+        said, engine, replayed = four_steps(replace(config, run=replace(config.run, cuda_graph=True)))
+        assert "differ by 0.0e+00" in said[0] and engine.captured.graph.operations, flags
+        assert all(torch.equal(*pair) for pair in zip(replayed, plain, strict=True)), flags
+
+
+def test_a_graph_makes_its_own_tables(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = torch.zeros(4, 1, 8)
+    first, second = (apply_window(None, 2, x, True).mask for _ in range(2))
+    assert first is not second and torch.equal(first, second)
+    first, second = (rotary_table(4, Rotary(8, 1e4), torch.float32, x.device)[0] for _ in range(2))
+    assert first is not second and torch.equal(first, second)
+
+
+def test_a_graph_that_keeps_its_first_tokens_is_refused(tmp_path):
+    run_ranks(refuse_frozen, 1, tmp_path)
+
+
+def refuse_frozen(tmp_path):
+    captured.capture_on_gpu = lambda function: (SimpleNamespace(replay=lambda: None), function())
+    config, *_ = parse_config(arguments("data", tmp_path, "--cuda-graph", "true"))
+    with pytest.raises(RuntimeError, match="--cuda-graph: a captured micro-batch differs"):
+        engine_of(config).compare_kernels()
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-parallel-size 2", "--zero-stage 3", "--window-strategy entropy"])
+def test_a_micro_batch_that_is_no_one_graph_is_refused(flags, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config, *_ = parse_config(["--cuda-graph", "true", *flags.split()])
+    (problem,) = graph_problems(config)
+    assert problem.startswith(f"--cuda-graph: {flags}")
