@@ -43,7 +43,7 @@ def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise ConfigError([f"--tokenizer {path}: line {number} is not a base64 token and its rank"]) from error
+            raise ConfigError([f"--tokenizer {path}: line {number} is not a token in base64 and its rank"]) from error
     ids = set(ranks.values())
     special = next(index for index in range(len(ids) + 1) if index not in ids)
     problem = None

@@ -156,7 +156,7 @@ TOOLS = {
         --model run --output out --data a=x --suite llm6 | give text with either --data or --suite
         --model run --output out --data a=x --tasks sciq | --tasks: needs --suite
         --model run --output out --data a=x --task-data x | --task-data: needs --suite
-        --model run --output out --data a=x --l0 1 --ablation-tokens 0 | --l0: is trained on the tokens of
+        --model run --output out --data a=x --l0 1 --ablation-tokens 0 | --l0: trains on --ablation-tokens, which is 0
         --model run --output out --suite x | --suite x: choose one of llm6, llama14, llama14e
         --model run --output out --data a=x --tokens 10 | --tokens 10: must be 32 or above, such as
         --model run --output out --data a=x --tokens many | --tokens many: write a whole number
