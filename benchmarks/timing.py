@@ -28,7 +28,7 @@ def stopwatch(function, device, name):
     try:
         replay = recorded(function).replay
     except Waits:
-        print(f"{name}: waits for the GPU, so that there is no CUDA graph; all its times are of eager calls")
+        print(f"{name}: waits for the GPU, so it has no CUDA graph; all its times are of eager calls")
         replay = function
     return lambda: seconds(replay, device) + seconds(function, device)
 

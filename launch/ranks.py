@@ -68,7 +68,7 @@ def main(script, *flags):
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
         if not several:
             if re.search("[^-0-9, ]", devices):
-                raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start it by torchrun")
+                raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start with torchrun")
             port = port or str(free_port())
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         else:  # pdsh would wait for ever for a machine that is lost: ssh ends after three questions without an answer
@@ -80,7 +80,7 @@ def main(script, *flags):
         runner.main([*places, "--log_level", level, script, *flags])
         if launcher and launcher[-1].returncode < 0:  # to which the runner says nothing
             name = signal.Signals(-launcher[-1].returncode).name
-            print(f"{script}: {name} ended the launcher; its ranks may go on, so look for them", file=sys.stderr)
+            print(f"{script}: {name} ended the launcher; its ranks may still run, so look for them", file=sys.stderr)
             return 128 - launcher[-1].returncode
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)

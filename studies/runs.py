@@ -80,7 +80,7 @@ def contradiction(run):
     steps = list_steps(run.directory / "checkpoints")
     recorded = next((path for path in (run.directory, *steps[:1]) if (path / "config.json").exists()), None)
     if recorded is None:
-        return "no config.json says what it trained" if metrics(run.directory) else None
+        return "it has no config.json" if metrics(run.directory) else None
     try:
         was = Config.load(recorded / "config.json").to_dict()
         now = parse_config([*run.arguments, "--checkpoint-dir", str(run.log)])[0]  # where no run lends its model
@@ -92,7 +92,7 @@ def contradiction(run):
             if changes := open_data(now, [], False)[1].changes(state["data"], state["consumed_samples"]):
                 return f"it has read other data: {changes[0]}"
     except (ConfigError, OSError) as error:
-        return f"what it trained cannot be compared ({error})"
+        return f"its settings cannot be compared ({error})"
     if run.is_complete() and not steps:
         return "no checkpoint says which data it has read"
     if run.is_complete() and not (run.directory / "events.jsonl").exists():

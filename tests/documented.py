@@ -13,8 +13,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import zstandard
-from diffusers import AutoencoderKL
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.launch.running import environment, execute
 from tests.launch.test_launch import PYTHON
@@ -62,7 +60,7 @@ def prepare(directory, programs):
     for program in programs.iterdir():
         (directory / "bin" / program.name).symlink_to(program)
     write_texts(directory)
-    write_models(directory)
+    shell("python -m compileall -q moh_lm tools data_prep launch && python -m tests.documented_models", directory)
 
 
 def make_small(path, old, new):
@@ -90,21 +88,6 @@ def write_texts(directory):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sentencepiece_model(directory / "tokenizer.model", " ".join(texts).split("\n"), 512)
-
-
-def write_models(directory):
-    """A Llama to continue, and an autoencoder of images."""
-    llama = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=4, rope_theta=500000.0,
-    )  # fmt: skip
-    LlamaForCausalLM(llama).save_pretrained(directory / "Meta-Llama-3-8B")
-    (directory / "Meta-Llama-3-8B/original").mkdir()
-    shutil.copy(directory / "tokenizer.model", directory / "Meta-Llama-3-8B/original")
-    AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[4] * 4, norm_num_groups=2,
-    ).save_pretrained(directory / "path/to/sd-vae-ft-ema")  # fmt: skip
 
 
 def places(directory):

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import inspect
 import os
 import runpy
 import selectors
@@ -109,6 +110,7 @@ def main():
     del sys.path[0]  # this folder, in which nobody is to find a module
     for name in IMPORTS:
         importlib.import_module(name)
+    inspect.getmodule(sys._getframe())  # remembers the files of all modules, which torch's operators ask for
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False  # torch takes its operators down one by one, which takes 0.1 seconds
     gc.collect()

@@ -44,14 +44,14 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/evaluate.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="DIR", help="an export, or another model")
+    add("--model", required=True, type=Path, metavar="DIR", help="an export, or another Hugging Face model")
     add_task_flags(parser)
     add("--batch-size", default="8", type=batch_size, metavar="N", help="sequences per forward pass, or auto (default: "
         "%(default)s)")  # fmt: skip
     add("--max-length", type=at_least(1), metavar="N", help="most tokens of prompt and answer; longer ones lose their "
         "beginning (default: the model's sequence length)")  # fmt: skip
     dtypes = ("auto", "float32", "bfloat16")
-    add("--dtype", default="auto", choices=dtypes, help="precision; auto: that of the weights (default: auto)")
+    add("--dtype", default="auto", choices=dtypes, help="precision; auto: the precision of the weights (default: auto)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
     add("--trust-code", action="store_true", help="run the Python files in the directories of the models")
     add("--output", type=output_path, metavar="FILE.json", help="write the table and all metrics of one model")
@@ -116,7 +116,7 @@ def model_problems(flag, path, arguments):
         return [f"--max-length {max_length}: {path} has a table of {table} positions; give at most {table}"]
     if any((path / name).is_file() for name in TOKENIZERS):
         return []
-    return [f"{flag} {path}: has no tokenizer.json, nor a tokenizer in another form; add the one of the model"]
+    return [f"{flag} {path}: has no tokenizer; add the files of the model's own"]
 
 
 def evaluate(arguments):
@@ -223,7 +223,7 @@ def result_in(path, arguments):
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError([f"--compare {path}: is neither a model nor a file of --output"]) from error
     if suite != arguments.suite:
-        raise ConfigError([f"--compare {path}: is no result of --suite {arguments.suite}"])
+        raise ConfigError([f"--compare {path}: holds no result of --suite {arguments.suite}"])
     if found != [(entry.task, entry.shots, entry.metric) for entry in entries_of(arguments.suite, arguments.tasks)]:
         tasks = " ".join(task for task, _, _ in found)
         raise ConfigError([f"--compare {path}: has other columns, those of --tasks {tasks}; give the same --tasks"])
@@ -271,7 +271,7 @@ def print_table(results, arguments):
         shown = ", ".join(f"{result['max_length'] or 'unknown'} of {result['model']}" for result in results)
         print(f"the models saw different lengths: at most {shown}; --max-length gives all the same")
     if arguments.limit:
-        print(f"of the first {arguments.limit} questions of each task only")
+        print(f"limited to the first {arguments.limit} questions of each task")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def check_vae(path, is_classifier, config):
     except (OSError, ValueError, LookupError) as error:
         raise ConfigError([f"--vae {path}: is not an AutoencoderKL of diffusers; give its directory"]) from error
     if channels != config.in_channels:
-        raise ConfigError([f"--vae {path}: has {channels} channels, and the latents of the model {config.in_channels}"])
+        raise ConfigError([f"--vae {path}: has {channels} channels, but the model's latents {config.in_channels}"])
     if not list(path.glob("*.safetensors")):
         raise ConfigError([f"--vae {path}: has no .safetensors; write it again with safe_serialization=True"])
     check_indices(path)

@@ -68,9 +68,9 @@ def parse_arguments(texts):
     if bool(arguments.data) == bool(arguments.suite):
         problems.append("give text with either --data or --suite")
     of_suite = {"--tasks": arguments.tasks, "--task-data": arguments.task_data}
-    problems += [f"{flag}: goes with --suite" for flag, value in of_suite.items() if value and not arguments.suite]
+    problems += [f"{flag}: needs --suite" for flag, value in of_suite.items() if value and not arguments.suite]
     if arguments.l0 and arguments.ablation_tokens == 0:
-        problems.append("--l0: is trained on the tokens of --ablation-tokens, of which there are 0; leave one flag out")
+        problems.append("--l0: trains on --ablation-tokens, which is 0; leave one flag out")
     raise_any(problems)
     return arguments
 
@@ -92,7 +92,7 @@ def run(arguments):
     refuse_foreign(writable_directory(arguments.output), ("heads.json", "index.html"))
     model, limit, tokenizer = load(arguments)
     if len(model.config.head_counts) > 1 or model.config.head_dims:
-        raise ConfigError([f"--model {arguments.model}: needs as many heads in every layer, and of one width"])
+        raise ConfigError([f"--model {arguments.model}: must have equally many heads of one width in every layer"])
     length = arguments.seq_length or min(limit, LONGEST_WINDOW)
     if not SEGMENT <= length <= limit:
         raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])

@@ -58,7 +58,7 @@ def parse_arguments(texts):
     add("--select-shared", choices=("first", "importance"),
         help="heads that are shared or static (default: the most important ones, if the model has a tokenizer to "
         "measure them with)")  # fmt: skip
-    add("--sample-data", type=Path, metavar="DIR", help="sample: shards in the model's tokens, but for their last 5%%")
+    add("--sample-data", type=Path, metavar="DIR", help="sample: shards in the model's tokens, without their last 5%%")
     add("--sample-text", type=Path, metavar="FILE", help="sample: a text (default: the documentation of Python)")
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="tokens of the sample (default: 16K)")
     add("--calibrate", action="store_true", help="fit output projections and router weights to the sample")
@@ -215,7 +215,7 @@ def say_plan(config, source, parts, facts, sample, tokenizer):
         print(f"cut        {measured['share_cut']:.1%} of it for a token, if routed heads are selected equally often")
     elif config.heads.head_selection != "all":
         print(f"shared     the first heads: {sample}")
-    none = "no tokenizer.model there: give that of the data by --tokenizer, or training takes what its data have"
+    none = "none found: give that of the data with --tokenizer, or training uses the one of its data"
     print(f"tokenizer  {tokenizer or none}")
     for part in parts:
         if not part.name.startswith("model.layers.") or part.name.startswith("model.layers.0."):

@@ -117,7 +117,7 @@ def load_vae(path, channels):
     vae = load_autoencoder(path)
     if vae.config.latent_channels != channels:
         found = f"has latents of {vae.config.latent_channels} channels"
-        raise ConfigError([f"--vae {path}: {found}, and the model draws {channels}; give the one of its data"])
+        raise ConfigError([f"--vae {path}: {found}, but the model draws {channels}; give the autoencoder of its data"])
     return vae
 
 

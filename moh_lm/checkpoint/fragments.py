@@ -124,11 +124,11 @@ class FragmentReader:
                 for key in file.keys():  # noqa: SIM118
                     elements, address = file.get_slice(key).get_shape(), addresses.get(key.partition("/")[2])
                     if address and elements != [address["length"]]:
-                        raise ValueError(f"{key} has {elements} elements, and its range {address['length']}")
+                        raise ValueError(f"{key} has {elements} elements, but its range has {address['length']}")
                 for name, address in addresses.items():
                     shape = tuple(address["whole_shape"])
                     if self.shapes.setdefault(name, shape) != shape:
-                        raise ValueError(f"{name} has shape {list(shape)} and {list(self.shapes[name])} elsewhere")
+                        raise ValueError(f"{name} has shape {list(shape)}, but {list(self.shapes[name])} elsewhere")
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
                     pieces.append(Piece(file, address["start"], address["length"]))
             except (SafetensorError, *NO_SUCH_FILE, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -183,7 +183,7 @@ def read_rows(pieces, key, row, count, width):
             values[begin - first : end - first] = file.get_slice(key)[begin - start : end - start]
             position = end
     if position != last:
-        raise ValueError(f"{key}: element {position} of a shard is in none of the files, or in two")
+        raise ValueError(f"{key}: element {position} of a shard occurs in no file, or in two")
     return values.view(count, width)
 
 

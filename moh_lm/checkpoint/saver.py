@@ -201,7 +201,7 @@ class Saver:
         try:
             steps = on_rank_zero(lambda: [str(step) for step in list_steps(self.directory)])
         except ConfigError as error:
-            return f"which checkpoints there are is not known: {error.problems[0]}"
+            return f"the checkpoints cannot be listed: {error.problems[0]}"
         return f"the last checkpoint is {steps[0]}" if steps else "there is no checkpoint"
 
     def close(self):

@@ -64,10 +64,10 @@ def latent_problems(model):
         ]
     found = below(model, 1, *sizes)
     if "rotary" in model.position and model.qk_rope_head_dim and model.qk_rope_head_dim % 2:
-        found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features turn in pairs; choose an even number")
+        found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features rotate in pairs; choose an even number")
     others = (
         ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
-        ("--rotary-fraction", model.rotary_fraction, 1.0, "--qk-rope-head-dim says what turns"),
+        ("--rotary-fraction", model.rotary_fraction, 1.0, "--qk-rope-head-dim says how many features are rotated"),
         ("--qk-norm", model.qk_norm, False, "the latents have norms"),
         ("--routed-keys", model.heads.routed_keys, "all", "a token keeps one vector for all heads"),
         ("--position", "cope" in model.position and "cope", False, "its table fits heads of --head-dim"),
@@ -84,7 +84,7 @@ def width_problems(model):
         heads = " ".join(map(str, model.head_counts))
         return [f"{given} has {len(widths)} numbers: give one for each of --num-attention-heads {heads}"]
     found = [
-        f"{given} {width}: the first {turned} of its features would turn, in pairs; choose an even number, 2 or above"
+        f"{given} {width}: the first {turned} of its features would rotate, in pairs; choose an even number, 2 or above"
         for width in sorted({*widths})
         if "rotary" in model.position and 0 < model.rotary_fraction <= 1
         if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2
@@ -123,7 +123,7 @@ def position_problems(model):
         return [f"{given}: choose among {', '.join(allowed)}"]
     found = below(model, 1, "cope_max_position")
     if "learned" in kinds and len(kinds) > 1:
-        found.append(f"{given}: the table of learned serves all layers; give learned alone")
+        found.append(f"{given}: a learned table serves all layers; give learned alone")
     if "learned" in kinds and (model.learned_positions or 0) < 1:
         found.append(f"--learned-positions {model.learned_positions}: {given} needs a number, at least --seq-length")
     found += [

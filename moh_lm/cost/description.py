@@ -56,7 +56,7 @@ def describe_heads(model):
     most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
     triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
     on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
-    return f"{by_layer(on, '; ')}; {most}{share} for a token; routing {', '.join(routing_facts(model))}"
+    return f"{by_layer(on, '; ')}; {most}{share} per token; routing {', '.join(routing_facts(model))}"
 
 
 def gate_facts(model):

@@ -1,7 +1,7 @@
 """The order of samples: a pure function from the number of a sample to a source and a window of its tokens.
 
-Nothing is stored but one small table, so any rank computes its part of any step, and the number of consumed samples is
-the whole state of the data. Sample n is found in three steps.
+Only one small table is stored. Any rank can compute its part of any step, and the state of the data is one number, that
+of the consumed samples. Sample n is found in three steps.
 
 1. Which source. The weights are exact integers W_s with the sum P. A table of one period of P samples holds source s
    exactly W_s times, ordered by Tijdeman's chairman assignment rule (Discrete Mathematics 32, 1980), so that any first
@@ -11,8 +11,8 @@ the whole state of the data. Sample n is found in three steps.
 3. Which tokens. A window is S + 1 tokens at stride S: S inputs and their S labels. The grid of windows starts at a
    phase drawn from (seed, name, epoch), so that a repeated source is cut elsewhere.
 
-A run whose data changed on the way (segments.py) counts its samples from that change, and the samples of a source from
-the windows that it had consumed before.
+If the data of a run changed (see segments.py), samples are counted from that change, and each source resumes after the
+windows that the run had consumed from it.
 """
 
 import copy
@@ -60,7 +60,7 @@ class Mixture:
         self.first_sample, self.consumed = 0, np.zeros_like(self.weights)
 
     def after(self, first_sample: int, consumed: dict[str, int]) -> "Mixture":
-        """This mixture from ``first_sample`` of a run on, when windows of its sources have been ``consumed`` before."""
+        """This mixture from sample ``first_sample`` of a run on. consumed: windows already read from each source."""
         later = copy.copy(self)
         later.first_sample = first_sample
         later.consumed = np.array([consumed.get(name, 0) for name in self.names], dtype=np.int64)
@@ -98,20 +98,20 @@ class Mixture:
         return int.from_bytes(digest(f"phase/{self.seed}/{self.names[source]}/{epoch}", 8), "little") % choices
 
     def counts(self, num_samples: int) -> np.ndarray:
-        """Windows of each source, consumed before or among the first ``num_samples`` of the run, int64 [sources]."""
+        """Windows read from each source before sample ``num_samples`` of the run, int64 [sources]."""
         blocks, rest = divmod(num_samples - self.first_sample, self.period)
         return self.consumed + blocks * self.weights + np.bincount(self.slot_source[:rest], minlength=len(self.names))
 
 
 def sample_counts(weights: list[int], num_samples: int) -> np.ndarray:
-    """Samples of each source among the first ``num_samples`` of a mixture of ``weights``, int64 [sources]."""
+    """How many of the first ``num_samples`` samples come from each source, for these ``weights``: int64 [sources]."""
     blocks, rest = divmod(num_samples, sum(weights))
     source, _ = period_table(weights)
     return blocks * np.array(weights) + np.bincount(source[:rest], minlength=len(weights))
 
 
 def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
-    """Decimals by name -> their ratios as integers int64 [k] with a sum of at most 2**20, and a note on rounding.
+    """The ratios of decimal weights as integers, int64 [k], whose sum is at most 2**20, and a note on rounding.
 
     The ratios are exact if the sum allows it, and otherwise rounded by largest remainder. Raises ConfigError for a
     weight that rounds to nothing.
@@ -140,7 +140,7 @@ def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
 
 
 def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Source and ordinal within its source, int32 [P] each, of the P = sum(``weights``) samples of a period.
+    """The source of each of the P = sum(``weights``) samples of a period, and its ordinal there: int32 [P] each.
 
     Tijdeman's rule: sample c of source s (c = 0, 1, ...) may be taken at slot t (t = 0, 1, ...) once the deficit of its
     source, w_s (t + 1) - c P, reaches P / (2k - 2), and no later than P (c + 1 - 1 / (2k - 2)) / w_s. Each slot goes to
@@ -192,7 +192,7 @@ class Permutation:
         self.keys = np.frombuffer(digest(key, 8 * ROUNDS), dtype="<u8")
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
-        """Indices int64 [n] -> their images int64 [n]."""
+        """Map indices, int64 [n], to their images under the permutation, int64 [n]."""
         image = self.permute_bits(np.asarray(index).astype(np.uint64))
         while (outside := image >= self.size).any():
             image[outside] = self.permute_bits(image[outside])
@@ -217,7 +217,7 @@ def digest(key, size):
 
 
 def data_problems(data):
-    """Sentences for what is wrong with a ``DataConfig``."""
+    """Sentences that say what is wrong with a ``DataConfig``."""
     found = []
     if not data.data_dir:
         found.append("--data-dir is missing: give a directory written by data_prep/tokenize.py")
@@ -227,7 +227,7 @@ def data_problems(data):
 
 
 def mix_problems(given, mix):
-    """Sentences for what is wrong with a ``mix``, ((name, weight), ...), which the flag ``given`` set."""
+    """Sentences that say what is wrong with a ``mix``, ((name, weight), ...), which the flag ``given`` set."""
     names, found = [name for name, _ in mix], []
     for name in sorted({name for name in names if names.count(name) > 1}):
         found.append(f"{given} {name}: is given {names.count(name)} times; give each source once")

@@ -73,7 +73,7 @@ class Shard:
         shard = open_shard(self.prefix)
         if shard.content != self.content:
             raise ShardError(
-                f"{self.prefix}.json: has other checksums than manifest.json; run data_prep/tokenize.py again"
+                f"{self.prefix}.json: its checksums differ from those in manifest.json; run data_prep/tokenize.py again"
             )
         self.sums = shard.sums
 
@@ -144,10 +144,10 @@ def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes:
 def damaged_file(path, recorded, actual) -> str:
     if len(actual) != len(recorded):
         count = f"{len(actual)} blocks of {files.BLOCK} bytes"
-        return f"{path}: {count}, but its sidecar has the checksums of {len(recorded)}"
+        return f"{path}: {count}, but its sidecar has checksums for {len(recorded)}"
     differ = np.flatnonzero(np.not_equal(recorded, actual))
     if not len(differ):
-        return f"{path}: its SHA-256 is not that of the sidecar, though the CRC-32 of every block is"
+        return f"{path}: its SHA-256 differs from that in the sidecar, although the CRC-32 of every block agrees"
     more = f"; {len(differ) - 1} more blocks are damaged" if len(differ) > 1 else ""
     return files.damaged_block(path, int(differ[0])) + more
 
@@ -161,5 +161,5 @@ def read_sidecar(path: Path) -> dict:
         files.check_facts(path, sidecar[key], FILE, f"{key} ")
         blocks = -(-sidecar[key]["bytes"] // files.BLOCK)
         if not re.fullmatch(rf"([0-9a-f]{{8}}){{{blocks}}}", sidecar[key]["crc32"]):
-            raise ShardError(f"{path}: is damaged: {key} crc32 is not that of {blocks} blocks; {files.REMEDY}")
+            raise ShardError(f"{path}: is damaged: {key} crc32 does not hold {blocks} checksums; {files.REMEDY}")
     return sidecar

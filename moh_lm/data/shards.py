@@ -178,7 +178,7 @@ def read_manifest(data_dir: str | Path) -> dict:
             files.check_facts(path, entry["bytes"], dict.fromkeys((".bin", ".idx", ".json"), int), f"{name}/{unit} ")
             cuts = [cut for cut in entry["cuts"] if isinstance(cut, int)]
             if entry["dtype"] not in NAMES or len(cuts) != len(manifest["cut_fractions"]):
-                raise ShardError(f"{path}: is damaged: dtype or cuts of {name}/{unit}; {files.REMEDY}")
+                raise ShardError(f"{path}: is damaged: {name}/{unit} has a wrong dtype or wrong cuts; {files.REMEDY}")
     if manifest["sources"]:
         files.check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
         for tokenizer in tokenizer_files(data_dir)[:1]:

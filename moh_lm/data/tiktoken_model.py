@@ -48,13 +48,13 @@ def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
     special = next(index for index in range(len(ids) + 1) if index not in ids)
     problem = None
     if len(ids) < number:
-        problem = f"{number:,} lines, but {len(ranks):,} tokens with {len(ids):,} ranks"
+        problem = f"{number:,} lines hold only {len(ranks):,} different tokens and {len(ids):,} different ranks"
     elif any(bytes([byte]) not in ranks for byte in range(256)):
         problem = "not every byte is a token"
     elif min(ids) < 0 or not ids.isdisjoint(range(special, special + NUM_SPECIAL)):
-        problem = f"no room for the {NUM_SPECIAL} special tokens of LLaMA-3 from rank {special} on"
+        problem = f"the {NUM_SPECIAL} special tokens of LLaMA-3 find no free ranks from {special} on"
     elif special != NUM_ORDINARY:  # such as of GPT-4, Qwen or LLaMA-4, which have other words and special tokens
-        problem = f"{special:,} tokens before the special ones, and LLaMA-3 has {NUM_ORDINARY:,}"
+        problem = f"{special:,} tokens precede the special ones, but in LLaMA-3 there are {NUM_ORDINARY:,}"
     if problem:
         remedy = "give LLaMA-3's, undamaged, or the tokenizer.json of another model"
         raise ConfigError([f"--tokenizer {path}: {problem}; {remedy}"])

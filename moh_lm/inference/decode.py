@@ -53,7 +53,7 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
         backend = "triton" if able and used is None and worth_a_kernel(keys, gates) else "dense"
     if backend == "triton":
         if triton_decode is None:
-            raise RuntimeError("attention backend triton: the package triton is not installed; install it, or auto")
+            raise RuntimeError("attention backend triton: triton is not installed; install it, or choose auto")
         return triton_decode.decode_selected_heads(query, keys, values, lengths, active, gates)
     if backend == "loops" and query.device.type != "cpu":
         raise RuntimeError(f"attention backend loops: the tensors are on {query.device}, not on a CPU; choose auto")

@@ -21,7 +21,7 @@ def marked_features(e, r):
 def in_slots(backend, query, key, value, gates, used, documents=None):
     """Compute g_i H_i by a sparse ``backend`` after moving the tokens that use a head before all others, in order."""
     if documents is not None:
-        raise RuntimeError("keys are left out of whole sequences only, not of documents nor windows; choose auto")
+        raise RuntimeError("keys can be left out of whole sequences only, not of documents or windows; choose auto")
     order = (used == 0).to(torch.uint8).argsort(dim=0, stable=True)  # [s, b, h]
     index, r = order.unsqueeze(-1).expand(query.shape), query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(r, 2), value.repeat_interleave(r, 2)

@@ -267,7 +267,7 @@ def check_runs(kernel, query):
     """Raise ValueError for an unsupported head dimension, RuntimeError for tensors that are not on a GPU."""
     head_dim = query.shape[-1]
     if head_dim not in TRITON_HEAD_DIMS:
-        raise ValueError(f"attention backend triton: head dimension {head_dim}, not of {TRITON_HEAD_DIMS}; use dense")
+        raise ValueError(f"attention backend triton: head dimension {head_dim}, only {TRITON_HEAD_DIMS}; choose dense")
     if isinstance(kernel, triton.JITFunction) and not query.is_cuda:
         raise RuntimeError(f"attention backend triton: the tensors are on {query.device}, not on a GPU; choose auto")
 

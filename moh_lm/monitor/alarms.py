@@ -82,7 +82,7 @@ class Alarms:
             for number, load in zip(layer.routed_numbers, loads, strict=True):
                 dead = low and load == 0  # also where all heads of a layer are, with --routing relu
                 if dead or load < low * fair or load > high_load(fair, high):
-                    text = f"{layer.unit} {number} by {load:.1%} of the tokens, fair is {fair:.1%}"
+                    text = f"{layer.unit} {number} is selected by {load:.1%} of the tokens; fair is {fair:.1%}"
                     yield (COLLAPSE, layer.index, number), text
 
     def unbalanced(self, figures):

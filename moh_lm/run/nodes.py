@@ -18,7 +18,7 @@ def check_nodes(config, dataset):
     mine = {"data": dataset.state(last)["segments"], **config.to_dict()}
     first = from_rank_zero(mine)  # also waits for the marker
     here = f"rank {dist.get_rank()} on {socket.gethostname()}"
-    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
+    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see rank 0's directory"]
     problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
     problems = problems_of_all_ranks(problems)
     on_rank_zero(marker.unlink)

@@ -151,7 +151,7 @@ def refuse_changes(task, step, saved, before, config, dataset):
     if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != config.run.samples_after(saved["step"]):
-        found.append(f"{config.run.batch_given} is not the batch size of its {saved['step']} steps")
+        found.append(f"{config.run.batch_given} differs from the batch size of its {saved['step']} steps")
     found += task.resume_problems(config, saved, before)
     found += tokenizer_changes(step, saved, dataset.tokenizer_path)
     if found:
@@ -297,7 +297,7 @@ def trace_of_checkpoints(directory, event_log):
     saved = event_log.last("saved")
     begun = event_log.last("import")
     if begun and not saved:
-        return f"{directory}: the model that was to be imported from {begun['source']} (events.jsonl) is not there"
+        return f"{directory}: the import of {begun['source']} (events.jsonl) is not there"
     if saved:
         return f"{directory}: step {saved['step']} was saved (events.jsonl) and is not there"
     remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []

@@ -1,4 +1,4 @@
-"""Muon: the momentum of a matrix, orthogonalised, is its update (Jordan 2024, kellerjordan.github.io/posts/muon).
+"""Muon updates a matrix by its orthogonalised momentum (Jordan 2024, kellerjordan.github.io/posts/muon).
 
     M <- mu M + (1 - mu) G                 G: gradient, clipped
     O  = orthogonalised(mu M + (1 - mu) G)
@@ -8,11 +8,11 @@ The arithmetic is that of torch.optim.Muon: the singular values of the Nesterov 
 Newton-Schulz iterations. Either a whole matrix is orthogonalised, or each of its blocks: the rows of one head in the
 projections to queries, keys and values, and its columns in the output projection (GLM-5, arXiv 2602.15763).
 
-ZeRO cuts matrices anywhere, and tensor parallelism by heads or columns. ``Muon`` puts them together again: every matrix
-has an owner among the data-parallel ranks, which receives the pieces of the others, orthogonalises and sends the
-results back. A matrix that is orthogonalised as a whole is first gathered by every tensor-parallel rank. The update is
-therefore that of a single process. DeepSpeed's own Muon is not used: it orthogonalises what a tensor-parallel rank
-holds, and clips some updates by a norm that it computes afterwards.
+ZeRO cuts matrices anywhere, and tensor parallelism cuts them by heads or columns. ``Muon`` reassembles them: every
+matrix has an owner among the data-parallel ranks, which collects the pieces, orthogonalises the matrix and returns the
+results. A matrix that is orthogonalised as a whole is first gathered by every tensor-parallel rank. The update is
+therefore that of a single process. DeepSpeed's own Muon is not used, because it orthogonalises only the part that a
+tensor-parallel rank holds, and clips some updates by a norm that it computes afterwards.
 
 Shapes: R rows and C columns of this tensor-parallel rank's part of a matrix.
 """
@@ -38,7 +38,7 @@ SCALES = {  # of an update of m rows and n columns
 
 
 def newton_schulz(matrices, dtype):
-    """Bring the singular values of [..., m, n] near 1 and keep the singular vectors. Computed in ``dtype``."""
+    """Bring the singular values of [..., m, n] near 1, keeping the singular vectors; computed in ``dtype``."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -64,8 +64,8 @@ class Place(NamedTuple):
 
 class Matrix(NamedTuple):
     """A matrix of a decoder block. shape: [R, C]. partition: ``Partition`` of the whole matrix, or None. blocks:
-    ``Blocks``, or None. scale: scale of its update. places: for every data-parallel rank its ``Place``, or None. owner:
-    the rank that orthogonalises it.
+    ``Blocks``, or None. scale: factor of the update. places: the ``Place`` on every data-parallel rank, or None. owner:
+    the rank that orthogonalises the matrix.
     """
 
     shape: tuple[int, int]
@@ -80,15 +80,15 @@ class Matrix(NamedTuple):
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, except for ``orthogonal`` groups. Its tensors are DeepSpeed's flat masters. Call ``distribute`` first."""
+    """Muon for ``orthogonal`` groups, AdamW for the rest, on DeepSpeed's flat masters. Call ``distribute`` first."""
 
     def __init__(self, groups, momentum, **settings):
         super().__init__(groups, **settings)
         self.momentum = momentum
 
     def distribute(self, matrices, groups, device, dtype):
-        """Store the ``matrices``, {flat master: [Matrix]}. device, dtype: where and in which precision updates are
-        computed.
+        """Store the ``matrices``, {number of the flat master: [Matrix]}. device, dtype: device and precision in which
+        updates are computed.
 
         groups: ``ParallelGroups``.
         """
@@ -108,7 +108,7 @@ class Muon(torch.optim.AdamW):
                     self.update(master, group["lr"], group["weight_decay"])
 
     def update(self, master, rate, decay):
-        """Update one flat master."""
+        """Update one flat master in place, with learning rate ``rate`` and weight decay ``decay``."""
         state, rank = self.state[master], group_rank(self.groups.data)
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(master.grad, 1 - self.momentum)
@@ -122,10 +122,10 @@ class Muon(torch.optim.AdamW):
                     master[piece].sub_(update.to(master.device), alpha=rate * matrix.scale)
 
     def orthogonalised(self, matrices, pieces):
-        """This rank's pieces of the matrices of a turn, after they were orthogonalised by their owners.
+        """This rank's pieces of the matrices in one turn, after their owners have orthogonalised them.
 
-        matrices: for every data-parallel rank the ``Matrix`` that it owns, or None. pieces: this rank's flat piece of
-        each.
+        matrices: the ``Matrix`` that each data-parallel rank owns, or None. pieces: this rank's flat piece of each
+        matrix.
         """
         own = matrices[group_rank(self.groups.data)]
         sent = [len(piece) for piece in pieces]
@@ -157,9 +157,9 @@ class Muon(torch.optim.AdamW):
 def scale_of(whole, blocks, config):
     """The scale of the update of a matrix of shape ``whole``, or of each of its ``blocks``.
 
-    With --base-width W and the width d = m W, an update of singular values near 1 changes outputs alike at every width
-    if it is as long as at W: the ratio of rows to columns is the same (Yang et al. 2023, arXiv 2310.17813). A block of
-    a head keeps one of its sizes, and there are m times as many: it needs a length of 1 / sqrt(m).
+    Let --base-width be W and the width d = m W. An update with singular values near 1 changes the outputs equally at
+    every width if its norm is that at W, because rows and columns keep their ratio (Yang et al. 2023, arXiv
+    2310.17813). The block of a head keeps one of its sizes, and there are m times as many: its norm shrinks by sqrt(m).
     """
     ratio = config.model.width_ratio
     shape = blocks.shape(size * ratio for size in whole) if blocks else (size * ratio for size in whole)
@@ -173,10 +173,10 @@ def turns(matrices, ranks):
 
 
 def find_matrices(named_parameters, place, config, groups):
-    """{number of the flat master: [Matrix]}, the same on every rank of the data-parallel group.
+    """The matrices in each flat master, {number of the master: [Matrix]}, equal on all data-parallel ranks.
 
-    named_parameters: (name, parameter) that are orthogonalised. place: gives this rank's ``Place`` in a parameter, or
-    None. A matrix goes to the rank that holds most of it; among equals, to the one with the least to do.
+    named_parameters: pairs (name, parameter) to orthogonalise. place: returns this rank's ``Place`` in a parameter, or
+    None. The owner of a matrix is the rank that holds most of it; if several do, the least busy of them.
     """
     named = dict(named_parameters)
     mine = {name: place(parameter) for name, parameter in named.items()}

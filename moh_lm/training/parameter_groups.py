@@ -1,10 +1,10 @@
-"""Which rule updates which parameter.
+"""Which rule updates which parameter: optimizer, weight decay, and the scaling of learning rates with width.
 
 With --optimizer muon the matrices of the blocks are updated by Muon. AdamW updates all other parameters: embedding,
 output head, routers and norms. Matrices have weight decay, norms do not. Routers form a group of their own.
 
-Width transfer, --base-width W: a learning rate that is good at the width W is good at the width d (Yang et al. 2022,
-arXiv 2203.03466, Table 8, for AdamW). With r = W / d, these factors are 1 for W = d:
+With --base-width W, a learning rate that was tuned at width W also suits width d (Yang et al. 2022, arXiv 2203.03466,
+Table 8, for AdamW). With r = W / d, these factors are 1 for W = d:
 
                                                first values       learning rate   weight decay
     vectors: norms                             1                  1               none
@@ -14,14 +14,14 @@ arXiv 2203.03466, Table 8, for AdamW). With r = W / d, these factors are 1 for W
     output head, or tied embedding             N(0, s)            1               1
     final norm: multiplier of the logits       r                  r               none
 
-A step decays by rate times decay, which therefore is the same at every width. So is Adam's epsilon over the gradients,
-which shrink like r, but for the final norm. The multiplier r of the logits is the weight of the final norm. AdamW's
-steps do not see the size of gradients, so a weight that begins with r and moves by r is a weight of 1 times r. Nothing
-is left for an export to multiply, and an embedding that is input and output needs one rule only.
+A step shrinks weights by rate times decay, which is therefore the same at every width. Gradients shrink like r, except
+those of the final norm, and Adam's epsilon shrinks with them. The logits are multiplied by r through the weight of the
+final norm: AdamW's steps ignore the size of gradients, so a weight that starts at r and moves by r acts as r times an
+ordinary one. An export has nothing left to multiply, and one rule suffices for a tied embedding.
 
-What is a multiple of the width is to grow with it: heads, key/value heads and the MLP. Heads keep their dimension, so
-the scale of attention scores, 1 / sqrt(head_dim), stays too. Then a routed head is one of d / head_dim, and W_r is a
-hidden matrix. W_h weighs all heads together, and is an output. Muon's rates are scaled in moh_lm/training/muon.py.
+The numbers of heads and key/value heads and the size of the MLP should grow with the width. Heads keep their size and
+with it the scale of attention scores, 1 / sqrt(head_dim). The number of routed heads then grows with the width, so
+W_r is a hidden matrix. W_h always has two rows and is an output. Muon's rates are scaled in moh_lm/training/muon.py.
 """
 
 from typing import NamedTuple
@@ -36,8 +36,8 @@ TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_h
 
 
 class Rule(NamedTuple):
-    """How a group is updated. orthogonal: whether by Muon. rate: its learning rate relative to the schedule's, or for a
-    ``router`` relative to the routers' own. eps: Adam's epsilon."""
+    """How a group is updated. orthogonal: whether Muon does so. rate: learning rate relative to the schedule, or to the
+    routers' own schedule for a ``router``. eps: Adam's epsilon."""
 
     orthogonal: bool
     weight_decay: float
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
 
 
 def make_optimizer(named_parameters, config):
-    """AdamW, or Muon, over the ``parameter_groups`` of (canonical name, parameter)."""
+    """The optimizer, AdamW or Muon, over the ``parameter_groups`` of pairs (canonical name, parameter)."""
     settings, groups = config.optimizer, parameter_groups(named_parameters, config)
     common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=EPS, fused=True)
     if settings.optimizer == "muon":
@@ -56,7 +56,7 @@ def make_optimizer(named_parameters, config):
 
 
 def rule_of(name, parameter, config):
-    """The ``Rule`` of a parameter by its canonical name."""
+    """The ``Rule`` for a parameter with this canonical name."""
     settings, ratio = config.optimizer, config.model.width_ratio
     if settings.optimizer == "muon" and is_block_matrix(name):
         rate = (settings.matrix_learning_rate or settings.learning_rate) / settings.learning_rate
@@ -75,7 +75,7 @@ def or_else(value, default):
 
 
 def parameter_groups(named_parameters, config):
-    """Groups for a torch optimizer, matrices before norms: the fields of their ``Rule``, and "params".
+    """Groups for a torch optimizer, matrices before norms, each with the fields of its ``Rule`` and "params".
 
     named_parameters: (canonical name, parameter). Frozen parameters are in no group.
     """

@@ -77,7 +77,7 @@ def vit_problems(model):
         found.append(f"--in-channels {model.in_channels}: must be 1 (grey) or 3 (RGB)")
     sides = [model.image_size // (4 << stage) for stage in range(stages)]
     found += [
-        f"--sr-ratios {ratio}: pools the {side} x {side} tokens of stage {stage + 1} to none; choose at most {side}"
+        f"--sr-ratios {ratio}: leaves none of the {side} x {side} tokens of stage {stage + 1}; choose at most {side}"
         for stage, (ratio, side) in enumerate(zip(model.sr_ratios, sides, strict=True))
         if ratio > side > 0
     ]

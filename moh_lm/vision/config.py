@@ -103,7 +103,7 @@ class ViTConfig(ImageModelConfig):
     depths: tuple[int, ...] = option(VIT["S"]["depths"], "layers of each stage", metavar="N")
     num_attention_heads: tuple[int, ...] = option(VIT["S"]["num_attention_heads"], "heads of each stage", metavar="N")
     mlp_ratios: tuple[int, ...] = option(
-        (8, 8, 4, 4), "per stage: MLP width over width, before it is multiplied by 2/3", metavar="N"
+        (8, 8, 4, 4), "per stage: ratio of the MLP width to the width, before it is multiplied by 2/3", metavar="N"
     )
     sr_ratios: tuple[int, ...] = option(
         (8, 4, 2, 1), "per stage: factor by which keys are pooled; 1: attention to all tokens", metavar="N"
@@ -149,8 +149,8 @@ class ViTConfig(ImageModelConfig):
 class DiTConfig(ImageModelConfig):
     """model: DiT with adaLN-Zero"""
 
-    input_size: int = option(32, "side of what is generated, in latents or pixels")
-    in_channels: int = option(4, "channels of what is generated")
+    input_size: int = option(32, "side of a generated image, in latents or pixels")
+    in_channels: int = option(4, "channels of a generated image")
     patch_size: int = option(2, "side of a patch")
     num_classes: int = option(1000, "classes")
     hidden_size: int = option(DIT["S"]["hidden_size"], "width of the model")
@@ -159,7 +159,7 @@ class DiTConfig(ImageModelConfig):
         DIT["S"]["num_attention_heads"], "heads: one number, or one per layer"
     )
     head_dim: int | None = option(None, "width of a head (default: hidden size / heads of the first layer)")
-    mlp_ratio: float = option(4.0, "MLP width over width")
+    mlp_ratio: float = option(4.0, "ratio of the MLP width to the model width")
     class_dropout: float = option(0.1, "share of images that are trained without their class")
     diffusion_steps: int = option(1000, "steps of the linear noise schedule")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)

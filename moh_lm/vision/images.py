@@ -1,14 +1,14 @@
 """Images of class folders, in a directory or a tar, and the micro-batches of a classifier.
 
-All about sample n of a run follows from (--seed, n): which image it is, how it is changed, and the model's random
-numbers. So a resumed run reads what it would have read, with any number of ranks and workers.
+Everything about sample n of a run follows from (--seed, n): which image it is, how it is augmented, and which random
+numbers the model draws. A resumed run therefore reads the same samples, with any number of ranks and workers.
 
     epoch n // N, place p = n % N of N images
     image       permutation_epoch[p // --repeated-augmentation]
-    training    random crop, mirroring, RandAugment, Random Erasing; then of a micro-batch Mixup or CutMix
-    held out    the middle, of 0.875 of the shorter side; an image of the model's size as it is
+    training    random crop, mirroring, RandAugment, Random Erasing; then Mixup or CutMix within the micro-batch
+    held out    a centre crop of 0.875 of the shorter side; an image that has the model's size is not cropped
 
-Shapes: b images, c channels, S pixels of a side.
+Shapes: b images, c channels, S pixels per side.
 """
 
 import hashlib
@@ -43,9 +43,9 @@ MOST_HASHED, MOST_BYTES = 2048, 1 << 24  # images, and bytes of them, that are h
 class ImageBatch(NamedTuple):
     """What an image model reads in one forward pass.
 
-    inputs: the arguments of the pass, the first dimension of each of them is b. labels: int64 [b], the class of each
-    image; -1 is filler. sources: int64 [b], see ``source_names`` of the data set. samples: int64 [b], the numbers of
-    the images in the run; None of held-out ones.
+    inputs: the arguments of the pass; each has b as its first dimension. labels: int64 [b], the class of each image,
+    or -1 for filler. sources: int64 [b], indices into the data set's ``source_names``. samples: int64 [b], numbers of
+    the samples in the run; None for held-out images.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -55,7 +55,7 @@ class ImageBatch(NamedTuple):
 
 
 class ImagePlace(NamedTuple):
-    """Where an image lies: ``size`` bytes (-1: all) from ``start`` of a file on. member: its name in a tar."""
+    """Where an image lies: ``size`` bytes (-1: all) of a file from ``start`` on. member: its name in a tar."""
 
     file: str
     member: str
@@ -69,7 +69,7 @@ class ImagePlace(NamedTuple):
             return file.read(self.size)
 
     def read(self, channels):
-        """The Pillow image, grey or RGB. Raises ShardError if the bytes are none."""
+        """The Pillow image, grey or RGB. Raises ShardError if the bytes are not an image."""
         try:
             image = Image.open(io.BytesIO(self.data()))
             if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
@@ -88,11 +88,11 @@ class ImagePlace(NamedTuple):
 
 
 class Images:
-    """The images of a directory or tar of class folders, which may lie in one common folder there.
+    """The images in the class folders of a directory or tar; the folders may share one parent folder.
 
-    classes: names of the folders, sorted. labels: int64 [N], of images in the order of their names. sha256: of names
-    and labels; sizes, times: hashes of the bytes of each file and of its modification, which a copy may change.
-    sampled: see ``sample_hash``. notes: remarks for the user. Raises ConfigError.
+    classes: sorted names of the folders. labels: int64 [N], in the order of the images' names. sha256: hash of names
+    and labels. sizes, times: hashes of all file sizes and of all modification times; a copy may change the latter.
+    sampled: see ``sample_hash``. notes: remarks for the user. Raises ConfigError if there is no usable image.
     """
 
     content = "image files"
@@ -104,7 +104,7 @@ class Images:
         self.in_tar = os.path.isfile(path)
         files, links = tar_files(self.path) if self.in_tar else (folder_files(self.path), [])
         self.notes = [
-            f"{path}: {len(links)} links are left out, such as {link}; pack with tar -h" for link in links[:1]
+            f"{path}: {len(links)} links are left out, such as {link}; pack the files with tar -h" for link in links[:1]
         ]
         self.names = sorted(filter(is_image, files))  # not those in hidden folders
         if not any("/" in name for name in self.names):
@@ -127,7 +127,7 @@ class Images:
             raise unreadable(error) from error
 
     def identity(self):
-        """What tells these images from others, JSON-able."""
+        """What distinguishes these images from others, as JSON values."""
         return {"sha256": self.sha256, "sampled": self.sampled, "sizes": self.sizes, "times": self.times}
 
     def place(self, index):
@@ -135,7 +135,7 @@ class Images:
         return ImagePlace(*(self.path, name) if self.in_tar else (os.path.join(self.path, name), ""), start, size)
 
     def problems(self, model):
-        """Why a model cannot read them."""
+        """Sentences that say why ``model`` cannot read these images."""
         channels = f"--in-channels {model.in_channels}: {self.path} holds images; choose 1 (grey) or 3 (RGB)"
         return [] if model.in_channels in MODES else [channels]
 
@@ -147,9 +147,9 @@ def unreadable(error):
 
 
 def folder_files(path):
-    """{name: (0, bytes, second of its modification)} of all images below a directory. Raises ConfigError.
+    """All images below a directory: {name: (0, size in bytes, time of modification in seconds)}. Raises ConfigError.
 
-    A link is not followed if it leads back up, or to a folder in which the walk is already.
+    A link is not followed if it leads back to a folder that the walk is inside of.
     """
     found, walked = {}, {path: set()}  # the folders above each that is to come
     for folder, folders, names in os.walk(path, onerror=refuse_folder, followlinks=True):
@@ -169,10 +169,10 @@ def folder_files(path):
 
 
 def tar_files(path):
-    """{name: (first byte, bytes, second of its modification)} of all files in a tar, and the names of links that name
-    no file before them.
+    """All files in a tar, {name: (first byte, size in bytes, time of modification in seconds)}, and the names of links
+    that point to no earlier file.
 
-    Of a name that is there twice, the last counts as when unpacked.
+    If a name occurs twice, the last file counts, as it does when the tar is unpacked.
     """
     spans, links = {}, []
     try:
@@ -203,7 +203,7 @@ def tar_files(path):
 
 
 def unpacked(name):
-    """The path, below a directory, to which ``tar`` unpacks a name."""
+    """The path to which ``tar`` unpacks a name, relative to the directory."""
     return os.path.normpath(name).lstrip("/")
 
 
@@ -218,11 +218,11 @@ def names_hash(names, labels):
 
 
 def sample_hash(count, read, digest=None):
-    """SHA-256 of what ``read`` gives of ``count`` images, by their numbers.
+    """SHA-256 of what ``read`` returns for the numbers of ``count`` images.
 
-    Of a large data set only ``MOST_HASHED`` images, drawn at random but always the same, or as many as have
-    ``MOST_BYTES``: to read all would take longer than the start of a run. These take 0.02 s, a third of the
-    time to open 10,000 small images, and no more for larger sets. digest: a hash to add to.
+    Reading all images of a large data set would delay the start of a run. There the hash covers a fixed random choice
+    of at most ``MOST_HASHED`` images and ``MOST_BYTES`` bytes, which takes 0.02 s, a third of the time to open 10,000
+    small images. digest: a hash to add to.
     """
     digest, left = digest or hashlib.sha256(), MOST_BYTES
     for index in generator(HASHED, count).permutation(count)[:MOST_HASHED].tolist():
@@ -235,7 +235,7 @@ def sample_hash(count, read, digest=None):
 
 
 def generator(*numbers):
-    """A random generator of its own for these numbers."""
+    """An independent random generator for each combination of ``numbers``."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers)))
 
 
@@ -246,8 +246,8 @@ def order(seed, epoch, count):
 
 
 class Request(NamedTuple):
-    """A micro-batch that is to be read. numbers: of samples in the run; of held-out images their indices. labels: -1 is
-    filler, whose image counts for nothing."""
+    """A micro-batch to read. numbers: samples of the run, or indices of held-out images. labels: classes; -1 is filler,
+    which does not count."""
 
     numbers: np.ndarray
     places: list
@@ -256,10 +256,10 @@ class Request(NamedTuple):
 
 
 class Samples:
-    """Turns a ``Request`` into its ``ImageBatch``, or the ShardError of an image; a data set for torch's DataLoader.
+    """Turns a ``Request`` into an ``ImageBatch`` or an image's ShardError; a data set for torch's DataLoader.
 
-    A subclass has ``inputs`` of a request: what the model reads, and the sources, int64 [b], which number its
-    ``source_names``. repeats: consecutive samples that are of the same image.
+    A subclass defines ``inputs``: for a request it returns what the model reads, and the sources, int64 [b], which
+    index its ``source_names``. repeats: number of consecutive samples that show the same image.
     """
 
     repeats = 1

@@ -2,20 +2,20 @@
 
 tools/encode_latents.py writes a directory of latents:
 
-    latents.npy     [N, 2, 2c, s, s], fp16 or fp32: of each image, and of its mirror image, the means and the logarithms
-                    of the variances that an autoencoder gives its c channels of s x s
+    latents.npy     [N, 2, 2c, s, s], fp16 or fp32: for each image and its mirror image, the means and log variances
+                    of the autoencoder's c channels of s x s
     labels.npy      int64 [N], from 0 to below the number of classes
     checksums.npy   uint32 [N, 2]: the CRC-32 of each image's latents, and of its mirror image's
-    latents.json    images, classes, image_size, dtype, factor, the SHA-256 of the images' names, of a sample of the
-                    images and of the autoencoder, and ``content_hash``; written last
+    latents.json    images, classes, image_size, dtype, factor, ``content_hash``, and SHA-256 hashes: of the images'
+                    names, of a sample of the images, and of the autoencoder; written last
 
 Latents are compared with their checksum whenever they are read. Directories of earlier versions have no checksums.npy;
-of them, a hash of a sample of the latents tells a resumed run whether they are the same.
+there a resumed run compares the hash of a sample of the latents.
 
     x = (mean + exp(logvar / 2) eps) factor     logvar between -30 and 20, eps ~ N(0, 1)
 
-Images are the middle of a picture (``center_crop``), from -1 to 1. The time step t is uniform; its quarters are the
-sources of the log. A class is left out, as class num_classes, with probability --class-dropout.
+Small images are centre crops (``center_crop``) with values from -1 to 1. The time step t is uniform; its quarters are
+the sources in the log. With probability --class-dropout a class is replaced by num_classes, which stands for no class.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ REMEDY = "restore the directory, or remove it and run tools/encode_latents.py ag
 
 
 class LatentPlace(NamedTuple):
-    """Where the latents of an image lie. checksums: CRC-32 of the image's and its mirror image's; None: unknown."""
+    """Where the latents of an image lie. checksums: CRC-32 for the image and its mirror image; None if unknown."""
 
     path: str
     index: int
@@ -58,8 +58,8 @@ class LatentPlace(NamedTuple):
 
 
 class Latents:
-    """A directory of latents, with what moh_lm.vision.images.Images has. Raises ConfigError if it is damaged, or if a
-    label is none of its classes."""
+    """A directory of latents, with the attributes of moh_lm.vision.images.Images. Raises ConfigError if it is damaged
+    or a label is outside its classes."""
 
     content = "latents or labels"
 
@@ -103,7 +103,7 @@ class Latents:
         return [] if self.hash else [f"{self.path} has no checksums, so damage would go unnoticed; {remedy}"]
 
     def identity(self):
-        """What tells these latents from others, JSON-able."""
+        """What distinguishes these latents from others, as JSON values."""
         return {"sha256": self.sha256, "sampled": self.sampled, **({"content": self.hash} if self.hash else {})}
 
     def place(self, index):
@@ -111,7 +111,7 @@ class Latents:
         return LatentPlace(self.path, int(index), self.factor, checksums)
 
     def problems(self, model):
-        """Why a model cannot read them."""
+        """Sentences that say why ``model`` cannot read these latents."""
         if not hasattr(model, "input_size"):
             return [f"{self.path}: holds latents, and a ViT reads images; give a directory or tar of class folders"]
         channels, size = self.shape[2] // 2, self.shape[3]
@@ -123,7 +123,7 @@ class Latents:
 
 
 def content_hash(facts, labels, checksums):
-    """SHA-256 of what latents.json says beside it, of the labels and of the checksums, and so of all of a directory."""
+    """SHA-256 of the labels, the checksums and the other values in latents.json; it covers the whole directory."""
     known = json.dumps({key: value for key, value in sorted(facts.items()) if key != "content"})
     parts = known.encode(), labels.astype("<i8").tobytes(), checksums.astype("<u4").tobytes()
     return hashlib.sha256(b"".join(parts)).hexdigest()
@@ -131,13 +131,13 @@ def content_hash(facts, labels, checksums):
 
 @lru_cache
 def moments_of(path):
-    """The latents of a directory, mapped into memory: [N, 2, 2c, s, s]."""
+    """The memory-mapped latents of a directory: [N, 2, 2c, s, s], fp16 or fp32."""
     return np.load(Path(path) / LATENTS, mmap_mode="r")
 
 
 def center_crop(image, size):
-    """The middle of a Pillow image, size x size: halved while the shorter side is at least twice that, resized, cut (as
-    ADM does, Dhariwal and Nichol 2021, arXiv 2105.05233)."""
+    """The central size x size pixels of a Pillow image, halved while its shorter side is at least twice ``size``, and
+    then resized and cut. ADM does the same (Dhariwal and Nichol 2021, arXiv 2105.05233)."""
     while min(image.size) >= 2 * size:
         image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -148,20 +148,20 @@ def center_crop(image, size):
 
 
 def pixels(image):
-    """Pillow image -> float32 [c, H, W] from -1 to 1."""
+    """Convert a Pillow image to float32 [c, H, W] with values from -1 to 1."""
     values = np.asarray(image, dtype=np.float32).reshape(*image.size[::-1], -1)
     return np.ascontiguousarray(values.transpose(2, 0, 1)) / np.float32(127.5) - 1
 
 
 def quarters(steps):
-    """The names of the sources: the time steps t with the same 4 t // steps."""
+    """The names of the sources, which are quarters of the time steps: t belongs to quarter 4 t // steps."""
     ends = [-(-part * steps // 4) for part in range(5)]
     return [f"t {first}-{end - 1}" for first, end in zip(ends, ends[1:], strict=False)]
 
 
 class DiTSamples(Samples):
-    """inputs: x [b, c, s, s] float32, t and y int64 [b], noise [b, c, s, s] float32. A held-out image has its class and
-    is not mirrored; its t and noise depend on its index alone."""
+    """inputs: x [b, c, s, s] float32, t and y int64 [b], noise [b, c, s, s] float32. A held-out image always keeps its
+    class and is never mirrored; its t and noise depend only on its index."""
 
     @property
     def source_names(self):

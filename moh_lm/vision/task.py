@@ -77,7 +77,7 @@ def describe_heads(model):
         f"{layer.num_shared} shared" + f", {layer.num_active} of {layer.num_routed} routed" * (layer.num_routed > 0)
         for layer in map(model.routed_layer, range(model.num_layers))
     ]
-    return f"{by_layer(on, '; ')}; {model.active_share():.1%} for a token; routing {model.heads.routing}"
+    return f"{by_layer(on, '; ')}; {model.active_share():.1%} per token; routing {model.heads.routing}"
 
 
 def make_loader(config, images, groups, device):

@@ -55,7 +55,7 @@ def test_a_dry_run_is_a_page_that_begins_with_warnings(dry_run, tmp_path):
     labels = [line.split()[0].strip(":") for line in lines if re.match(r"[a-zFLOP]+ |warning: ", line)]
     order = "warning given model parameters heads batch budget data layout memory cache FLOPs time".split()
     assert [label for label in labels if label in order] == order
-    assert "heads      layers 0-3: 4 shared, 2 of 4 routed; 75.0% of the heads for a token;" in lines
+    assert "heads      layers 0-3: 4 shared, 2 of 4 routed; 75.0% of the heads per token;" in lines
     assert "  head_selection mixture, num_shared_heads layers 0-3: 4," in lines  # the resolved configuration
 
 
@@ -188,4 +188,4 @@ def test_heads_of_many_layers_are_ranges():
     flags = "--num-layers 24 --num-attention-heads 8 --num-active-routed-heads 2 --num-shared-heads"
     model = parse_config([*flags.split(), *["4"] * 20, *["2"] * 3, "6"])[0].model
     ranges = "layers 0-19: 4 shared, 2 of 4 routed; 20-22: 2 shared, 2 of 6 routed; 23: 6 shared, 2 of 2 routed"
-    assert describe_heads(model) == f"{ranges}; 72.9% of the heads for a token; routing sigmoid"
+    assert describe_heads(model) == f"{ranges}; 72.9% of the heads per token; routing sigmoid"

@@ -217,9 +217,9 @@ def test_the_command_writes_shards_with_llama_3s_vocabulary(tmp_path):
     [
         (lambda lines: [*lines, b"no token"], "line 0 is not a token in base64"),
         (lambda lines: lines[:100] + lines[101:], "not every byte is a token"),
-        (lambda lines: [*lines, lines[-1]], "lines, but"),
-        (lambda lines: [*lines, b"aGVsbG8= 128100"], "no room for the 256 special tokens"),
-        (lambda lines: lines[:-1], "127,999 tokens before the special ones, and LLaMA-3 has 128,000"),
+        (lambda lines: [*lines, lines[-1]], "lines hold only"),
+        (lambda lines: [*lines, b"aGVsbG8= 128100"], "the 256 special tokens of LLaMA-3 find no free ranks"),
+        (lambda lines: lines[:-1], "127,999 tokens precede the special ones, but in LLaMA-3 there are 128,000"),
     ],
 )
 def test_a_vocabulary_that_is_damaged_or_not_llama_3s_is_refused(change, words, tmp_path):

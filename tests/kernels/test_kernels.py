@@ -81,7 +81,7 @@ def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths,
     problem.check(None, 1e-12, masked=True)
     problem.check(CPU_SPARSE, 1e-12)
     if lengths or window:
-        with pytest.raises(RuntimeError, match="not of documents nor windows; choose auto"):
+        with pytest.raises(RuntimeError, match="not of documents or windows; choose auto"):
             problem.check_output(FLEX, 1e-12)
     else:
         problem.check_output(FLEX, 1e-12)

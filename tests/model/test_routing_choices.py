@@ -242,7 +242,7 @@ def test_fair_is_the_mean_load_where_k_is_only_the_most():
     assert figures["overused"] == [0.5]  # fair is 30%, and 1.3 times it 39%
     alarms = Alarms(AlarmConfig(alarm_intervals=1, alarm_head_low=0.4), model.routed_layers(), {})
     (text,) = Announcer().lines(alarms.check(interval(), figures))
-    assert text == "alarm: routing collapse in layer 0: head 4 by 10.0% of the tokens, fair is 30.0%"
+    assert text == "alarm: routing collapse in layer 0: head 4 is selected by 10.0% of the tokens; fair is 30.0%"
 
 
 def test_a_layer_whose_tokens_select_nearly_all_heads_is_healthy():
@@ -259,7 +259,7 @@ def test_alarms_and_maps_speak_of_groups():
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
     (facts,) = found = alarms.check(interval(), figures)
     (text,) = Announcer().lines(found)
-    assert text == "alarm: routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
+    assert text == "alarm: routing collapse in layer 0: group 1 is selected by 0.0% of the tokens; fair is 33.3%"
     assert facts["groups"] == [1]
     found = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
     (text,) = Announcer().lines(found)
@@ -274,7 +274,7 @@ def test_alarms_name_heads_that_are_routed_in_every_group():
     figures = {"load": [[0.7, 0.6, 0.7, 0.0, 1.0, 1.0]], "balance_loss": [0.3], "gate_mean": [1.0]}
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
     (text,) = Announcer().lines(alarms.check(interval(), figures))
-    assert text.startswith("alarm: routing collapse in layer 0: head 5 by 0.0% of the tokens, fair is 66.7%")
+    assert text.startswith("alarm: routing collapse in layer 0: head 5 is selected by 0.0% of the tokens; fair is")
     colours = [colour.tolist() for colour in cells(head_map(model.routed_layers(), figures["load"], 1, 8), 1, 8)[0]]
     assert colours[0] == colours[4] == [204] * 3 and colours[5] == [0, 34, 78]
     assert model.numbers_always_on(0) == [0, 4]
@@ -286,7 +286,7 @@ def test_alarms_name_heads_that_are_routed_in_every_group():
 def test_the_summary_says_what_a_token_selects():
     model = parse_config(f"--num-layers 2 {MODELS['both']}".split())[0].model
     assert describe_heads(model) == (
-        "layers 0-1: 4 shared, at most 10 of 12 routed; at most 87.5% of the heads for a token; routing paper, "
+        "layers 0-1: 4 shared, at most 10 of 12 routed; at most 87.5% of the heads per token; routing paper, "
         "whole key/value groups of 2, top-p 0.54"
     )
     gated = parse_config("--num-shared-heads 2 --head-selection gated".split())[0].model

@@ -67,7 +67,8 @@ def test_a_head_far_from_its_fair_load_fires_once():
     rung = [made.check(interval(), figures(load)) for load in seen]
     assert [len(found) for found in rung] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1]
     (facts,), (text,) = rung[5], texts(rung[5])
-    said = [f"head {head} by {load} of the tokens, fair is 25.0%" for head, load in enumerate(["2.0%", "94.0%"], 2)]
+    loads = enumerate(["2.0%", "94.0%"], 2)
+    said = [f"head {head} is selected by {load} of the tokens; fair is 25.0%" for head, load in loads]
     assert text.startswith("alarm: routing collapse in layer 1: " + "; ".join(said))
     assert (facts["event"], facts["alarm"], facts["layer"]) == ("alarm", "routing collapse", 1)
     assert facts["heads"] == [2, 3, 4, 5]
@@ -87,7 +88,8 @@ def test_a_layer_of_dead_heads_fires():
     made.layers = [layer._replace(by_sign=True) for layer in LAYERS]  # fair is the mean load
     assert not made.check(interval(), figures([0.1, 0.2, 0.2, 0.1]))
     (facts,) = made.check(interval(), figures([0.0, 0.0, 0.0, 0.0]))
-    assert facts["heads"] == [2, 3, 4, 5] and facts["details"][0] == "head 2 by 0.0% of the tokens, fair is 0.0%"
+    assert facts["heads"] == [2, 3, 4, 5]
+    assert facts["details"][0] == "head 2 is selected by 0.0% of the tokens; fair is 0.0%"
 
 
 def test_an_interval_without_a_valid_step_changes_no_alarm():
@@ -297,7 +299,7 @@ def test_a_planted_collapse_fires_once_across_a_resume(data_dir, tmp_path, more)
     board = events_of(tmp_path)
     (summary,) = [board.Tensors(tag) for tag in board.Tags()["tensors"] if tag.startswith("alarms")]
     (text,) = summary[0].tensor_proto.string_val
-    assert text.decode().startswith("step 2: alarm: routing collapse in layer 1: head 4 by 100.0% of the tokens")
+    assert text.decode().startswith("step 2: alarm: routing collapse in layer 1: head 4 is selected by 100.0% of")
 
 
 def run_without_odd(flags):

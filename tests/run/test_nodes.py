@@ -20,7 +20,7 @@ def run_with_own_seed(flags):
 
 
 def test_nodes_with_other_directories_or_settings_are_refused(data_dir, tmp_path):
-    with pytest.raises(AssertionError, match="rank 1 on .* does not see that of rank 0"):
+    with pytest.raises(AssertionError, match="rank 1 on .* does not see rank 0's directory"):
         run_ranks(run_on_own_directory, 2, arguments(data_dir, tmp_path))
     with pytest.raises(AssertionError, match="rank 1 on .* has another seed than rank 0"):
         run_ranks(run_with_own_seed, 2, arguments(data_dir, tmp_path))

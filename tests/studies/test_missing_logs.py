@@ -94,5 +94,5 @@ def test_a_run_without_a_log_whose_data_nothing_tells_is_refused(finished):
     with pytest.raises(ConfigError, match="and no checkpoint says which data it has read"):
         plan.check_flags()
     (run.directory / "config.json").unlink()
-    with pytest.raises(ConfigError, match="and no config.json says what it trained"):
+    with pytest.raises(ConfigError, match="and it has no config.json"):
         plan.check_flags()

@@ -225,7 +225,7 @@ def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "hf"]
     (output / "model.safetensors").write_bytes(b"fine-tuned")
     code, _, errors = export("--checkpoint", run, "--output", output, "--overwrite")
-    assert code == 2 and "has model.safetensors, which no export has written so" in errors
+    assert code == 2 and "has model.safetensors, which no export wrote" in errors
     assert (output / "model.safetensors").read_bytes() == b"fine-tuned"
 
 

@@ -45,7 +45,7 @@ def test_what_no_export_wrote_is_named(change, named, tmp_path):
     output = write_export(tmp_path)
     change(output)
     (problem,) = output_problems(output, overwrite=True)
-    assert f"has {named}, which no export has written so" in problem
+    assert f"has {named}, which no export wrote" in problem
 
 
 @pytest.mark.parametrize("text", [None, "[]", '{"files": 3}', "{"])

@@ -206,7 +206,7 @@ def test_code_in_a_file_is_not_run(tmp_path, capsys):
     for file in ("file.pt", "plain.pt"):
         assert import_file(file, "dit", "T-75") == 2
         error = capsys.readouterr().err
-        assert f"{file}: holds no weights alone (Unsupported global: GLOBAL" in error and error.count("\n") == 1
+        assert f"{file}: does not hold weights alone (Unsupported global: GLOBAL" in error and error.count("\n") == 1
     assert not (tmp_path / "harm").exists() and not (tmp_path / "run").exists()
 
 
@@ -218,8 +218,8 @@ def test_code_in_a_file_is_not_run(tmp_path, capsys):
         ("nosuch.pth --kind vit --preset S-80 --image-size 100", "--image-size 100: must be a multiple of 32"),
         ("file.pt --kind dit --preset T --weights ema", "--weights ema: is not in the file; it has one set"),
         ("nosuch.pt --kind dit --preset T", "nosuch.pt: cannot be read (No such file or directory)"),
-        ("text.pt --kind dit --preset T", "text.pt: holds no weights alone"),
-        ("text.safetensors --kind dit --preset T", "text.safetensors: holds no weights alone"),
+        ("text.pt --kind dit --preset T", "text.pt: does not hold weights alone"),
+        ("text.safetensors --kind dit --preset T", "text.safetensors: does not hold weights alone"),
         ("numbers.pt --kind dit --preset T", "numbers.pt: not a state dict: give a file that is one"),
     ],
 )

@@ -76,7 +76,7 @@ TOOLS = {
     "tools/import_vision.py": """
         | FILE and --kind and --preset and --output: must be given
         nosuch --kind vit --preset S-80 --output new | nosuch: cannot be read (No such file or directory)
-        file --kind vit --preset S-80 --output new | file: holds no weights alone
+        file --kind vit --preset S-80 --output new | file: does not hold weights alone
         file --kind vit --preset S-90 --output new | --preset S-90: choose one of S, S-80
         file --kind vlt --preset S --output new | --kind vlt: choose one of vit, dit
         file --kind dit --preset S --output run | --output run: has config.json already
@@ -101,7 +101,7 @@ TOOLS = {
         | --model and --suite: must be given
         --model nosuch --suite llm6 | --model nosuch: does not exist
         --model run --suite llm6 | --model run: is a run, not an export
-        --model bare --suite llm6 | --model bare: has no tokenizer.json, nor a tokenizer in another form
+        --model bare --suite llm6 | --model bare: has no tokenizer; add the files
         --model . --suite llm6 | --model .: has no config.json
         --model bare | --suite: must be given; --suite is one of llm6, llama14, llama14e
         --model hf --suite llm7 | --suite llm7: choose one of llm6, llama14, llama14e
@@ -154,9 +154,9 @@ TOOLS = {
         | --model and --output: must be given
         --model run --output out | give text with either --data or --suite
         --model run --output out --data a=x --suite llm6 | give text with either --data or --suite
-        --model run --output out --data a=x --tasks sciq | --tasks: goes with --suite
-        --model run --output out --data a=x --task-data x | --task-data: goes with --suite
-        --model run --output out --data a=x --l0 1 --ablation-tokens 0 | --l0: is trained on the tokens of
+        --model run --output out --data a=x --tasks sciq | --tasks: needs --suite
+        --model run --output out --data a=x --task-data x | --task-data: needs --suite
+        --model run --output out --data a=x --l0 1 --ablation-tokens 0 | --l0: trains on --ablation-tokens, which is 0
         --model run --output out --suite x | --suite x: choose one of llm6, llama14, llama14e
         --model run --output out --data a=x --tokens 10 | --tokens 10: must be 32 or above, such as
         --model run --output out --data a=x --tokens many | --tokens many: write a whole number

@@ -42,7 +42,7 @@ TRAINING = {
         ok --num-layers 3 --num-attention-heads 8 8 | --num-attention-heads has 2 numbers: give one for all layers
         ok --num-attention-heads 0 --attention latent | --num-attention-heads 0: must be 1 or above
         ok --num-attention-heads 2 --head-dims 4 4 4 | --head-dims has 3 numbers: give one for each of
-        ok --num-attention-heads 2 --head-dims 4 3 | --head-dims 3: the first 3 of its features would turn, in pairs
+        ok --num-attention-heads 2 --head-dims 4 3 | --head-dims 3: the first 3 of its features would rotate, in pairs
         ok --num-attention-heads 2 --head-dims 4 2 --optimizer muon --muon-split head | --muon-split head: --head-dims
         ok --kv-lora-rank 8 | --kv-lora-rank 8: has no meaning without --attention latent
         ok --attention latent --qk-norm | --qk-norm True: with --attention latent, the latents have norms; leave

@@ -235,7 +235,7 @@ def test_a_tar_with_symbolic_links_and_names_written_two_ways(folder, tmp_path):
         tar.add(tmp_path / "train", arcname="./train")
         tar.add(folder / "fox/20.png", arcname="train/cat/03.png")
     images = open_images(training(tmp_path / "images.tar"))
-    left_out = "1 links are left out, such as train/dog/link.png; pack with tar -h"
+    left_out = "1 links are left out, such as train/dog/link.png; pack the files with tar -h"
     assert images.notes == [f"{tmp_path}/images.tar: {left_out}"] and images.num_images == 21
     assert Images(tmp_path / "images.tar").place(3).read(3).tobytes() == Images(folder).place(20).read(3).tobytes()
 

@@ -110,10 +110,9 @@ def frame(axis, names, columns, kinds):
     if isinstance(names[0], int):
         axis.set_ylabel("layer")
     axis.spines[:].set_visible(False)
-    axis.set_xticks(np.arange(0.5, columns - 1), minor=True)
-    axis.set_yticks(np.arange(0.5, len(names) - 1), minor=True)
-    axis.grid(which="minor", color=axis.figure.get_facecolor(), linewidth=0.6)
-    axis.tick_params(which="minor", length=0)
+    between = {"color": axis.figure.get_facecolor(), "linewidth": 0.6}
+    axis.vlines(np.arange(0.5, columns - 1), -0.5, len(names) - 0.5, **between)
+    axis.hlines(np.arange(0.5, len(names) - 1), -0.5, columns - 0.5, **between)
     for row, of_row in enumerate(kinds or []):
         edges = [head - 0.5 for head in range(1, columns) if of_row[head - 1 : head + 1] == ["shared", "routed"]]
         for edge in edges:

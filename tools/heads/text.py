@@ -63,7 +63,7 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
             found[domain.name] = domain
     largest = {name: max(int(window.max()) for window in domain.windows) for name, domain in found.items()}
     problems = [
-        f"--data {name}: has the token {token}, the model a vocabulary of {vocab_size}; give data of its tokenizer"
+        f"--data {name}: has the token {token}, but the model's vocabulary is {vocab_size}; give data of its tokenizer"
         for name, token in largest.items()
         if token >= vocab_size
     ]

@@ -93,7 +93,7 @@ def stage(origin, output, staged):
     manifest = read_manifest(staged)
     for name in [*manifest["sources"], *(unit for of in manifest["sources"].values() for unit in of["units"])]:
         if os.path.basename(name) != name or name.startswith("."):
-            raise ShardError(f"{origin.url}/manifest.json: {name!r} is no name of a source or a shard")
+            raise ShardError(f"{origin.url}/manifest.json: {name!r} is not the name of a source or a shard")
     check_tokenizer_files(output, {path.name: path.read_bytes() for path in staged.iterdir()})
     there = read_manifest(output) if (output / "manifest.json").exists() else manifest
     if there["tokenizer"] != manifest["tokenizer"]:
@@ -126,7 +126,7 @@ def fetch_unit(origin, output, source, unit, entry, report):
         name = f"{source}/{unit}{suffix}"
         copy = Copy(origin, name, beside(prefix, suffix), facts[suffix[1:]], report)
         if not (copy.attempt() or copy.attempt()):  # the first one may have gone on from a part of another file
-            raise ShardError(f"{origin.url}/{name}: is not what its sidecar says; restore it there")
+            raise ShardError(f"{origin.url}/{name}: differs from its sidecar; restore it there")
     flush(staged)
     os.replace(staged, sidecar)
     flush(prefix.parent)

@@ -108,7 +108,7 @@ def dataset_of_state(arguments, number):
     if changed:
         raise ConfigError([
             f"--sample {number}: was read when source {', '.join(changed)} had other shards than {arguments.directory} "
-            "has now; give the directory as it was"
+            "has now; give the earlier directory"
         ])
     dataset.mixture = dataset.mixture.after(segment["first_sample"], segment["consumed"])
     return dataset

@@ -50,7 +50,7 @@ def summary(run):
     return [
         ("state", run.state),
         ("model", ": ".join([*size(run), shape])),
-        ("heads", describe_heads(model) if of_text else f"{model.active_share():.1%} of the heads for a token"),
+        ("heads", describe_heads(model) if of_text else f"{model.active_share():.1%} of the heads per token"),
         ("tokens", " of ".join(map(short, tokens))),
         ("held-out loss", losses_told(run)),
         ("speed", f"{speeds.mean():,.0f} tokens/s" if len(speeds) else ""),

@@ -1,9 +1,9 @@
-"""The global gradient norm, which is checked before any weight changes. It is summed in float64, except with ZeRO-3 and
-with offload, where it is DeepSpeed's own.
+"""The global gradient norm is checked before any weight changes. It is summed in float64; with ZeRO-3 and with offload,
+DeepSpeed's own norm is used.
 
-DeepSpeed skips a step whose norm is not finite. It asks for the norm in one place, after the last backward pass. Here
-the answer passes through ``examine(norm, copies)``, which returns the norm, or infinity if the step is to be skipped.
-Copies are gradients of weights that another rank counts: they are part of no norm but still change this rank's weights.
+DeepSpeed skips a step whose norm is not finite. It asks for the norm once, after the last backward pass. Here the norm
+passes through ``examine(norm, copies)``, which returns it, or infinity if the step is to be skipped. Copies are
+gradients of weights that another rank counts: they enter no norm, but they change this rank's weights.
 
 DeepSpeed adds the squares of each pipeline stage in fp32. The last bit of the norm, and through clipping every weight,
 would then depend on the number of stages. Squares added in float64 and rounded once do not.
@@ -101,7 +101,7 @@ def norms_by_kind(optimizer, zero_stage):
 
 
 def examine_norm_of_whole_gradients(optimizer, examine):
-    """The same where the norm is a function of DeepSpeed's module, which is changed for this optimizer's steps only."""
+    """Do the same where the norm is a function of DeepSpeed's module, replaced only while this optimizer steps."""
     norm, step = norm_of_whole_gradients(optimizer), optimizer.step
 
     def examined_norm(input_tensors, **_):
@@ -129,19 +129,19 @@ def norm_of_whole_gradients(optimizer):
 
 
 def norm_of_sharded_gradients(optimizer):
-    """Norm of gradients of which every data-parallel rank holds a part, and the copies among them."""
+    """The norm of gradients that are sharded over data-parallel ranks, and the copies among these gradients."""
     counted, copies = divide(optimizer, optimizer.params_in_partition)
     groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
     return norm_of(counted, groups), copies
 
 
 def copies_of(optimizer, parameter_groups, offloaded):
-    """This rank's gradients of copies, or their norms where gradients are offloaded."""
+    """This rank's gradients that are copies, or the norms of these gradients if they are offloaded."""
     return (divide_norms if offloaded else divide)(optimizer, parameter_groups)[1]
 
 
 def divide_norms(optimizer, parameter_groups):
-    """``divide`` for the norms of offloaded gradients, all of which DeepSpeed records."""
+    """As ``divide``, for the norms that DeepSpeed records when gradients are offloaded."""
     norms = optimizer.norm_for_param_grads  # a rank with nothing but padding of a parameter has none
     found = {True: [], False: []}
     for parameter in (p for parameters in parameter_groups for p in parameters):
@@ -175,9 +175,9 @@ def counts(optimizer, parameter):
 
 
 def norm_of(tensors, groups):
-    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``.
+    """L2 norm, fp32 [], over ``tensors`` of this rank and of the other ranks in ``groups``.
 
-    It is taken on the rank's own device, also where DeepSpeed offloads: there gradients are, and ranks can sum.
+    It is computed on the rank's own device even if DeepSpeed offloads, because only there can ranks sum.
     """
     norms = torch._foreach_norm([tensor.detach() for tensor in tensors], dtype=torch.float64) if tensors else ()
     total = torch.zeros(1 + len(norms), dtype=torch.float64, device=get_accelerator().current_device_name())

@@ -20,7 +20,7 @@ from moh_lm.parallel.mappings import gather_sequence
 
 
 class Head(ColumnParallelLinear):
-    """Last layer of the list: [s/tp, b, d] -> [s, b, d]. ``PipelineCausalLM`` multiplies by its weight."""
+    """The last layer of the list, [s/tp, b, d] -> [s, b, d]; ``PipelineCausalLM`` multiplies by its weight."""
 
     def __init__(self, config, group):
         super().__init__(config.hidden_size, config.vocab_size, INIT_STD, even_partition(0, config.vocab_size, group))
@@ -57,7 +57,7 @@ def layer_list(config, settings, batch):
 
 
 class PipelineCausalLM(pipe.PipelineModule):
-    """This rank's stage of the model, its parameters drawn.
+    """This rank's pipeline stage of the model, with initialized parameters.
 
     The last stage computes the loss inside ``forward``, where DeepSpeed sees all that takes part in it: in bf16 it
     clears gradients when the backward pass arrives at the output, and so those of a weight that is used after it.

@@ -45,7 +45,7 @@ class ShardedOptimizer:
         examine_norms(optimizer, zero_stage, examine, router_limit)
 
     def distribute(self, named_parameters, config, groups, device):
-        """Let Muon know the matrices of the model; see moh_lm.training.muon."""
+        """Tell Muon which matrices the model has. See moh_lm.training.muon."""
         orthogonal = [
             (name, parameter)
             for name, parameter in named_parameters
@@ -113,8 +113,8 @@ class ShardedOptimizer:
     def adopt(self, steps, rested=0, frozen=0):
         """Resume after ``steps`` steps, from fragments that were filled from a checkpoint.
 
-        rested, frozen: how many of these steps were so. Adam's bias correction counts the steps that the moments have
-        seen.
+        rested, frozen: number of these steps in which the routers rested, or other weights were frozen. Adam's bias
+        correction counts only the steps that the moments have seen.
         """
         self.rested, self.frozen = rested, frozen
         for count, is_router in self.counts():
@@ -134,7 +134,7 @@ class ShardedOptimizer:
         return self.rested if is_router else self.frozen
 
     def counts(self):
-        """(steps that Adam's bias correction counts, whether it is of routers) of each flat tensor."""
+        """For each flat tensor, the steps that Adam's bias correction counts, and whether it belongs to routers."""
         for number, master in enumerate(self.masters()):
             yield self.optimizer.optimizer.state[master]["step"], self.group(number)["router"]
 

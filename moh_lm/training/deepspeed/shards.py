@@ -2,7 +2,7 @@
 
 
 def local_slice(parameter):
-    """What ZeRO-3 keeps of ``parameter`` on this rank, flat and padded; None where it is whole."""
+    """This rank's slice of ``parameter`` under ZeRO-3, flat and padded; None if the parameter is not sharded."""
     return parameter.ds_tensor.detach() if hasattr(parameter, "ds_tensor") else None
 
 

@@ -64,7 +64,7 @@ def test_every_spelling_of_the_rotary_embedding_is_read(imported, llama, tmp_pat
         ({"layer_types": -1}, "layer_types -1: must be a list of texts"),
         ({"model_type": "moh_llama", "num_shared_heads": 4}, "num_shared_heads 4: must be a list of whole numbers"),
         ({"model_type": "moh_llama", "two_stage": "no"}, "two_stage 'no': must be true or false"),
-        ({"vocab_size": 65}, "model.embed_tokens.weight has shape [64, 48], config.json says [65, 48]"),
+        ({"vocab_size": 65}, "model.embed_tokens.weight has shape [64, 48], but config.json says [65, 48]"),
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no counterpart here"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),

@@ -37,7 +37,7 @@ def output_problems(output, overwrite):
     if not others:
         return []
     shown = ", ".join(others[:NAMED]) + (f" and {len(others) - NAMED} more" if others[NAMED:] else "")
-    return [f"--output {output}: has {shown}, which no export has written so; move that, or give another directory"]
+    return [f"--output {output}: has {shown}, which no export wrote; move that, or give another directory"]
 
 
 def files_of(directory):

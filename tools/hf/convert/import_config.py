@@ -164,7 +164,7 @@ def foreign(values, code_is_known=False):
     names = FOREIGN if kind == "moh_llama" else (*FOREIGN, *(entry.key for entry in keys.OURS))
     found += [f"{key} {values[key]!r}: has no counterpart here" for key in names if values.get(key)]
     if kind == "llama" and values.get("sliding_window"):
-        found.append(f"sliding_window {values['sliding_window']!r}: LlamaForCausalLM has none; a mistral has")
+        found.append(f"sliding_window {values['sliding_window']!r}: LlamaForCausalLM has none, but a mistral has")
     allowed = {"llama": {keys.FULL}, "mistral": {keys.SLIDING}}.get(kind, {keys.FULL, keys.SLIDING})
     types = set(values.get("layer_types") or []) - allowed
     found += [f"layer_types {name!r}: only {', '.join(sorted(allowed))} can be read" for name in sorted(types)]

@@ -55,7 +55,7 @@ def read_tokenizer(path, vocab_size, named):
         raise ConfigError([text.replace("--tokenizer", named) for text in error.problems]) from error
     if size > vocab_size:
         remedy = f"give --extend-vocab {size}"
-        raise ConfigError([f"{named} {path}: has {size} tokens, and the model {vocab_size} rows for them; {remedy}"])
+        raise ConfigError([f"{named} {path}: has {size} tokens, but the model has {vocab_size} rows; {remedy}"])
     return {name: without_code(file) for name, file in model_files(path).items()}
 
 

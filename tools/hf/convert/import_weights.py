@@ -122,7 +122,7 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
         elif there is None:
             problems.append(f"{name} is missing")
         elif there != expected:
-            problems.append(f"{name} has shape {list(there)}, config.json says {list(expected)}")
+            problems.append(f"{name} has shape {list(there)}, but config.json says {list(expected)}")
         elif is_vocabulary and new:
             count = f"{shape[0] - kept} new rows"
             parts.append(Part(name, shape, lambda n=name: chain(source.blocks(n, kept), new(n)), count))
@@ -206,4 +206,4 @@ def read_released(path):
         raise ConfigError([f"cannot be read ({error.strerror or error}); give another file"]) from error
     except Exception as error:  # a damaged file may raise anything
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-        raise ConfigError([f"holds no weights alone ({reason}); give a file with nothing but weights"]) from error
+        raise ConfigError([f"does not hold weights alone ({reason}); give a file with nothing but weights"]) from error
