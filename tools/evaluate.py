@@ -116,7 +116,7 @@ def model_problems(flag, path, arguments):
         return [f"--max-length {max_length}: {path} has a table of {table} positions; give at most {table}"]
     if any((path / name).is_file() for name in TOKENIZERS):
         return []
-    return [f"{flag} {path}: has no tokenizer; add the files of the model's own"]
+    return [f"{flag} {path}: has no tokenizer; add the model's own tokenizer files"]
 
 
 def evaluate(arguments):

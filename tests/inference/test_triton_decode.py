@@ -266,7 +266,7 @@ def test_what_cannot_be_computed_here_is_said():
         decode_attention(*inputs, backend="triton")
     with pytest.raises(RuntimeError, match="triton: cannot leave out keys of a cache; choose auto or dense"):
         decode_attention(*inputs, backend="triton", used=torch.ones(1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
+    with pytest.raises(ValueError, match="triton: head dimension 24, only"):
         decode_attention(*make_inputs((4, 2, 24)), backend="triton")
     with pytest.raises(ValueError, match="backend fast: choose one of auto, dense, loops, triton"):
         decode_attention(*inputs, backend="fast")

@@ -148,5 +148,5 @@ def test_recomputed_layers_compute_what_dense_ones_do(interpreter, routing, posi
 def test_without_a_gpu_the_backend_says_so():
     with pytest.raises(RuntimeError, match="triton: the tensors are on cpu, not on a GPU; choose auto"):
         Problem((20, 1, 4, 4, 16, 0)).results(TRITON)
-    with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
+    with pytest.raises(ValueError, match="triton: head dimension 24, only"):
         Problem((20, 1, 4, 4, 24, 0)).results(TRITON)

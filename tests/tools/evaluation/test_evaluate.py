@@ -209,7 +209,7 @@ def test_wrong_arguments_and_files_are_one_line_each(model, data, tmp_path, caps
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "moh_llama"}')
     good = ["--model", model, "--suite", "llm6"]
     cases = [
-        (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer.json"]),
+        (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer;"]),
         (["--model", tmp_path, "--suite", "llm6"], ["has no config.json"]),
         ([*good, "--max-length", 41, "--compare", tmp_path / "table"], ["a table of 40 positions; give at most 40"]),
         ([*good, "--limit", "0", "--batch-size", "few"], ["--limit 0: must be 1 or above", "--batch-size few: write"]),

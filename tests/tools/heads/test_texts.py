@@ -105,7 +105,7 @@ def test_what_cannot_be_read_is_said(tools, tokenizer, corpus, data_dir):
     ]:
         with pytest.raises(ConfigError, match=words):
             read(tools, tokenizer, entry)
-    with pytest.raises(ConfigError, match="a vocabulary of 300"):
+    with pytest.raises(ConfigError, match="the model's vocabulary is 300"):
         read(tools, tokenizer, f"x={corpus}/a.jsonl", vocab_size=300)
 
 
