@@ -176,6 +176,8 @@ def read_flags(parser, texts, program, instead):
                 problems.append("--dry-run: there are many runs; --plan says which")
         except ConfigError as error:
             problems += error.problems
+    if "--batch-warmup" in given:
+        problems.append("--batch-warmup: a study counts its tokens in whole batches; leave the flag out")
     instead = {**instead, "--checkpoint-dir": "OUT", "--data-dir": "it on the command line"}
     problems += [f"{name}: the {program} sets it; give {instead[name]}" for name in sorted(given & instead.keys())]
     raise_any(problems)

@@ -111,6 +111,7 @@ TRAINING = {
         out --data-dir DATA --checkpoint-dir x | --checkpoint-dir: the ablation sets it; give OUT
         out --data-dir DATA --train-iters 0 | --train-iters 0: must be 1 or above
         out --data-dir DATA --dry-run | --dry-run: there are many runs; --plan says which
+        out --data-dir DATA --batch-warmup 1K:1M | --batch-warmup: a study counts its tokens in whole batches
         out --data-dir DATA --lr 3 | flag --lr is unknown: did you mean --learning-rate?
     """,
     "studies/atlas.py": """
