@@ -100,7 +100,7 @@ def run(arguments):
     print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
     print("\n".join(checked))
     if not (output / "tokenizer.json").is_file():
-        print("no tokenizer: the checkpoint has none, and token ids are not known; add the files of the model's own")
+        print("no tokenizer: the checkpoint has none, and token ids are not known; add the model's own tokenizer files")
     remote = ", trust_remote_code=True" if is_ours(config.model) and not stock else ""
     print("to load it:\n    from transformers import AutoModelForCausalLM")
     print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
