@@ -44,8 +44,10 @@ def run(arguments):
     from moh_lm.monitor.report.page import write_page
 
     gc.disable()  # a fifth of the time, to find nothing: rows and pictures stay until the page is written
-    default = arguments.runs[0] / "report.html" if len(arguments.runs) == 1 else Path("report.html")
-    output = arguments.output or default
+    output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
+    foreign = output.is_file() and b'content="MoH-LM"' not in output.read_bytes()[:4096]
+    if foreign and not arguments.output and len(arguments.runs) > 1:  # a run directory is the run's own
+        raise ConfigError([f"{output}: is no page of this program; move it, or give --output FILE.html"])
     kind, *others = map(kind_of_run, arguments.runs)
     for run, other in zip(arguments.runs[1:], others, strict=True):
         if other is not kind:

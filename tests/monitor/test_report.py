@@ -173,6 +173,17 @@ def test_runs_are_compared_by_what_differs(runs, tmp_path):
     assert "<td>hidden_size</td>" not in text
 
 
+def test_a_page_that_somebody_else_wrote_is_not_replaced(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    foreign = tmp_path / "report.html"
+    foreign.write_text("<!doctype html><title>mine</title>")
+    assert run_report.main([str(runs.first), str(runs.second)]) == 2
+    assert "report.html: is no page of this program" in capsys.readouterr().err
+    assert foreign.read_text() == "<!doctype html><title>mine</title>"
+    foreign.unlink()
+    assert [run_report.main([str(runs.first), str(runs.second)]) for _ in range(2)] == [0, 0]
+
+
 def test_the_page_says_what_ran_where(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "tiny" / "run")
     started = {"step": 0, "event": "started", "device": "H200", "ranks": 2, "parameters": 4_600_000}
