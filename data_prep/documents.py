@@ -66,7 +66,7 @@ class Document(NamedTuple):
 
 
 def inspect_file(path: str, name: str) -> Piece:
-    """The whole file at ``path`` as one piece; for parquet, ``end`` counts row groups. Raises InputError."""
+    """Return the whole file at ``path`` as one piece; for parquet, ``end`` counts row groups. Raises InputError."""
     with reading(path), open_file(path, READ) as file:
         size, written = state_of(path)
         head = file.read(SAMPLE)

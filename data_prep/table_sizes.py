@@ -1,4 +1,4 @@
-"""Unpacked sizes of table parts: of a parquet page, or a compressed Arrow record batch.
+"""Reads the unpacked size of a parquet page or of a compressed Arrow record batch.
 
 pyarrow unpacks either as a whole, however many documents it holds, and does not report its size before. The sizes are
 therefore read from the file itself: from the header in front of every page (a struct in Thrift's compact protocol), and

@@ -19,8 +19,8 @@ from moh_lm.supervise.errors import report_errors
 def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
     """Run the training command of a task, and exit.
 
-    arguments: by default those of the command line. config_type: of the task. task: where the ``Task`` is, since it
-    takes seconds to import.
+    arguments: by default those of the command line. config_type: the configuration class of the task. task:
+    where the ``Task`` is, since it takes seconds to import.
     """
     open_closed_streams()
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -119,7 +119,7 @@ def wrapped(line, indent=11, break_words=False):
 
 
 def time_left(seconds):
-    """Such as 3h 50m."""
+    """Return a duration as people write it, such as 3h 50m."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

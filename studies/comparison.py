@@ -32,7 +32,7 @@ OVERHEAD = 1.1  # evaluations and the start of a run, over its training
 
 
 class Trial(NamedTuple):
-    """A run that the table wants. factor: of the learning rate; None until the tuning has found it."""
+    """A run that the table wants. factor: what multiplies the learning rate; None until tuning has found it."""
 
     size: Size
     variant: Variant

@@ -18,7 +18,10 @@ except ImportError:  # the tables are made without it
 
 
 def draw(out, table, variants, multipliers):
-    """variants: of the ``Table``. multipliers: {size: {variant: (center, low, high, inside)}}, of the report."""
+    """Write the pictures of a report to ``out``.
+
+    variants: those of the ``Table``. multipliers: {size: {variant: (center, low, high, inside)}}, from the report.
+    """
     forms = list(dict.fromkeys(variant.form for variant in variants))
     styles = {variant.name: line(forms.index(variant.form), variant.name) for variant in variants}
     if pyplot is None:

@@ -217,5 +217,5 @@ def start(run, ranks, share):
 
 
 def opening(run, ranks, share):
-    """The lines with which the log of a run begins."""
+    """Return the lines with which the log of a run begins."""
     return f"{' '.join(run.arguments)}\n{place(ranks, share)}".encode() + inputs(run)

@@ -46,7 +46,7 @@ class Variant:
         return self.name if self.tokens == 1 else self.name.rpartition("-")[0]
 
     def arguments(self, heads, layers=1):
-        """Its flags with ``heads`` attention heads. layers: of the model; one will do where eighths are whole."""
+        """Its flags with ``heads`` attention heads. layers: their number; one is enough where eighths are whole."""
         if self.shared is None:
             budget = ["--head-selection", "all"]
         else:

@@ -27,7 +27,7 @@ CHUNK = 64  # rows; of 32, 64 and 128 the fastest from T = 512 to 4096
 
 
 class SelectedRows:
-    """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are. starts: of ``AttentionMask``, or None.
+    """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are. starts: see ``AttentionMask``, or None.
     own_keys: whether the keys of a head are its rows, and not all tokens.
 
     token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. place: int64 [rows], of its own

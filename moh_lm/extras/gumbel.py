@@ -16,7 +16,7 @@ ODD = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # as signed numb
 
 
 class GumbelNoise:
-    """The noise of one layer. scale: of G. seed: of the run."""
+    """The noise of one layer. scale: factor of G. seed: the seed of the run."""
 
     def __init__(self, scale, seed, layer):
         digest = hashlib.blake2b(f"{seed}/gumbel/{layer}".encode(), digest_size=8).digest()

@@ -14,7 +14,7 @@ GROWTH = 32  # a list grows by its length over this, and a few tokens
 
 
 class SelectedKVCache:
-    """rows, kv_heads, head_dim: of a cache. like: a tensor of the dtype and device."""
+    """rows, kv_heads, head_dim: the shape of a cache. like: a tensor of the dtype and device."""
 
     def __init__(self, rows, kv_heads, head_dim, like):
         self.lists = [[KVList(head_dim, like) for _ in range(kv_heads)] for _ in range(rows)]

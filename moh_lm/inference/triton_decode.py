@@ -50,8 +50,8 @@ def decode_selected_heads(
     """g_i H_i of one token per row where ``active``, else 0: [b, h, e] in the dtype of ``query``. Without gradients.
 
     query: [b, h, e]. keys, values: [b, k, T, e] with equal strides. lengths: int32 [b], the tokens that each row sees,
-    1 to T. active: bool [b, h]. gates: [b, h], or None for 1. num_splits: of the cache, at most ``MAX_SPLITS``; None:
-    by the device. Raises RuntimeError and ValueError as ``check_runs``.
+    1 to T. active: bool [b, h]. gates: [b, h], or None for 1. num_splits: parts of the cache, at most ``MAX_SPLITS``;
+    None: chosen for the device. Raises RuntimeError and ValueError as ``check_runs``.
     """
     check_runs(attend_split_kernel, query)
     if keys.stride() != values.stride() or keys.stride(-1) != 1:
@@ -93,7 +93,10 @@ def tiles(dtype, head_dim):
 
 
 def choose_splits(programs, tiles, device):
-    """Splits that keep the device busy. programs: of one split. tiles: of the cache; a split has one at least."""
+    """Return how many splits keep the device busy.
+
+    programs: their number in one split. tiles: their number in the cache; a split has at least one.
+    """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs)
     return min(wanted, tiles, MAX_SPLITS)

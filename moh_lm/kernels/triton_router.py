@@ -62,7 +62,7 @@ def route(
     [s, b, G E]; scores [s, b, RP]; and sums over blocks of tokens of P, selections, gates, their squares and a1,
     [blocks, b, 2 G E + 3].
 
-    bias: int32 [G E], to be multiplied by ``rate``, or None. use, replayed: of ``SelectionReplay``, or None. active: K
+    bias: int32 [G E], to be multiplied by ``rate``, or None. use, replayed: see ``SelectionReplay``, or None. active: K
     of a group.
     """
     gates, selected, selection, scores, parts = results = empty_results(x, form, numbers, says_selected)
@@ -97,7 +97,7 @@ def finish(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the loss [], the rows [b, 4 + E] of moh_lm/model/balance.py, and d loss / d P of a token [b, E]; E of all.
 
-    parts: of ``route``. share: f of Eq. 7 [E], or None for that of each sequence. whole: selections of whole sequences
+    parts: see ``route``. share: f of Eq. 7 [E], or None for that of each sequence. whole: selections of whole sequences
     [b, E] where ``parts`` are of slices, or None. tokens: of a sequence. factor: of L_b in the rows; scale: of the
     loss beyond it, of which each of ``micro_batches`` has its part. together: f and P are of all sequences.
     """

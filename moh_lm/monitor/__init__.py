@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, head load, log, writers, alarms, tasks, events."""
+"""What a run reports about itself: metrics, head load, log, writers, alarms, tasks, events."""

@@ -28,7 +28,7 @@ def from_all_ranks(value):
 
 
 def problems_of_all_ranks(problems):
-    """The problems of all ranks, without duplicates."""
+    """Return the problems of all ranks, without duplicates."""
     return list(dict.fromkeys(chain(*from_all_ranks(problems))))
 
 

@@ -22,8 +22,11 @@ TOLERANCE = 1e-4  # of a difference from the uncaptured loss, relative to 1 + th
 
 
 class Outputs(NamedTuple):
-    """Tensors that a graph writes. mean, losses: see ``linear_cross_entropy``. gradients: of the weights, of mean /
-    micro_batches. parts: what was added to each of the ``recorders``, or None."""
+    """Tensors that a graph writes.
+
+    mean, losses: see ``linear_cross_entropy``. gradients: those of mean / micro_batches by the weights. parts: what was
+    added to each of the ``recorders``, or None.
+    """
 
     mean: torch.Tensor
     losses: torch.Tensor

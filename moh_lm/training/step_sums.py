@@ -74,9 +74,9 @@ class RouterSums:
         """Return the sums of a step over all ranks, [num_sources, sum of (4 + E)], and update the routers with the
         step's shares.
 
-        sources: [b] of each of this rank's micro-batches. tokens: of the step over all ranks. frozen: keep the shares,
-        and biases, of the step before, because this step has no numbers, or none that can be trusted. A dense warm-up
-        adds nothing.
+        sources: [b] of each of this rank's micro-batches. tokens: their number in the step over all ranks. frozen: keep
+        the shares and biases of the step before, because this step has no numbers, or none that can be trusted. A dense
+        warm-up adds nothing.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)

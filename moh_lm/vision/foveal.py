@@ -30,7 +30,7 @@ BIAS_WIDTH = 512  # of the MLP
 
 
 class CosineAttention(nn.Module):
-    """Attention of all tokens to all tokens. layer: ``ImageLayer``. loss_terms: of ``HeadRouter``."""
+    """Attention of all tokens to all tokens. layer: ``ImageLayer``. loss_terms: see ``HeadRouter``."""
 
     def __init__(self, layer, loss_terms, cells=None):
         super().__init__()

@@ -48,7 +48,7 @@ class ConvolutionalGLU(nn.Module):
 
 
 class Block(RoutedBlock):
-    """A layer of a stage. layer: ``ImageLayer``. loss_terms: of ``HeadRouter``."""
+    """A layer of a stage. layer: ``ImageLayer``. loss_terms: see ``HeadRouter``."""
 
     def __init__(self, layer, sr_ratio, mlp_ratio, loss_terms, batch, recompute):
         super().__init__(layer.index, batch, recompute)
@@ -90,7 +90,7 @@ class TransNeXt(WholeModel):
         """images: [b, channels, side, side] -> logits [b, classes] in the dtype of the weights.
 
         With targets, float [b, classes], each adding up to 1: their mean cross entropy and that of each image [b],
-        fp32 or wider. draws: of ``kept_branches``; without them, or in evaluation, every branch is kept.
+        fp32 or wider. draws: see ``kept_branches``; without them, or in evaluation, every branch is kept.
         """
         self.batch.advance(images.device)
         x = images.to(self.head.weight.dtype)

@@ -175,7 +175,7 @@ def ratio(part, whole):
 
 
 class Moments:
-    """Sums for the covariances between the heads of a layer, in float64."""
+    """Accumulates sums for the covariances between the heads of a layer, in float64."""
 
     def __init__(self):
         self.count, self.sum, self.squares = 0, 0, 0

@@ -61,7 +61,7 @@ def open_listed(path, manifest):
 
 
 def summarize(sources):
-    """(one dict for each source, sentences for indexes that contradict themselves)."""
+    """Return (one dict for each source, sentences for indexes that contradict themselves)."""
     problems, size = [], sum(index_size(shard) for shards in sources.values() for shard in shards)
     with progress_bar("reading indexes", size, SHORT) as bar:
         rows = [

@@ -62,7 +62,7 @@ SUITES = {
 
 
 def entries_of(suite, names):
-    """The entries of a suite, or those whose names are in ``names``. Raises ConfigError for a name it does not have."""
+    """Return the entries of a suite, or those in ``names``. Raises ConfigError for a name that it does not have."""
     entries = SUITES[suite]
     known = [entry.task for entry in entries]
     unknown = [name for name in names or () if name not in known]

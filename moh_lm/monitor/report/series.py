@@ -265,7 +265,7 @@ def mean_sink(row, layer):
 
 
 def of_layer(row, key, layer):
-    """A metric of a layer in a row; None if the row lacks it."""
+    """Return a metric of a layer in a row; None if the row lacks it."""
     layers, found = row["heads"]["layer"], row["heads"].get(key)
     return None if found is None or layer not in layers else found[layers.index(layer)]
 

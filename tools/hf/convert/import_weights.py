@@ -59,7 +59,7 @@ class Source:
         self.dtypes = sorted(dtypes)
 
     def rows(self, name, start=0, stop=None):
-        """Rows [start, stop) of a tensor, fp32. Raises ConfigError if they are not finite."""
+        """Return rows [start, stop) of a tensor, fp32. Raises ConfigError if they are not finite."""
         file, there = self.slices[name]
         values = file.get_slice(there)[start:stop].float()
         if not values.isfinite().all():
@@ -83,7 +83,7 @@ class Source:
 
 
 class Part(NamedTuple):
-    """A parameter of the checkpoint. blocks: makes an iterator over its rows, fp32. origin: in words."""
+    """A parameter of the checkpoint. blocks: returns an iterator over its rows, fp32. origin: its source, in words."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,9 +98,9 @@ class Part(NamedTuple):
 def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=None):
     """[Part] of every parameter of the model, in its order. Raises ConfigError naming what is absent, odd or foreign.
 
-    config: ModelConfig of the checkpoint. old_vocab_size: of the source. orders: {layer: source heads in their new
+    config: ModelConfig of the checkpoint. old_vocab_size: the source's. orders: {layer: source heads in their new
     order}, or {}. extend: (rows of a vocabulary matrix that stay, name -> an iterable of those after them), or None.
-    router_seed: of the routers of a model without any; None where the source must have them. trained: ModelConfig of
+    router_seed: for the routers of a model without any; None where the source must have them. trained: ModelConfig of
     the source; where a mixture becomes a model without routers, the outputs of its heads are scaled by what their gates
     were near.
     """

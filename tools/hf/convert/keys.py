@@ -22,7 +22,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # values of layer_types
 
 
 class Key(NamedTuple):
-    """key: of config.json. field: of the dataclass. absent: what a file means that has no such key."""
+    """key: its name in config.json. field: its name in the dataclass. absent: what a file without the key means."""
 
     key: str
     field: str
@@ -141,7 +141,7 @@ def written_window(model):
 
 
 def read_window(values):
-    """The windows of config.json's ``values``, one number or one per layer; 0: the whole sequence."""
+    """Return the windows of config.json's ``values``, one number or one per layer; 0: the whole sequence."""
     width = values.get("sliding_window") or 0
     if "layer_windows" in values:
         return tuple(values["layer_windows"])

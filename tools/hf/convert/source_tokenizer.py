@@ -92,9 +92,9 @@ def ends_of(model, ids):
 def restore(directory, source, ids, special):
     """Give the tokenizer in ``directory`` the settings of the ``source``; -> {"bos", "eos", "pad", "unk"} -> id or ids.
 
-    ids: of the source's configuration. special: ids that the tokenizer has by itself. Tokens that it lacks are added
-    where their ids are free. A text ends with the tokens of the source, and with the one that ends documents of the
-    data.
+    ids: those in the source's configuration. special: ids that the tokenizer has by itself. Tokens that it lacks are
+    added where their ids are free. A text ends with the tokens of the source, and with the one that ends documents of
+    the data.
     """
     tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
     add_tokens(tokenizer, source["special"])

@@ -151,7 +151,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.embed_tokens = value
 
     def masks(self, hidden_states, attention_mask, cache, cache_position, position_ids):
-        """{window: the mask of layers with that window}. attention_mask: of the padding, or masks that are made."""
+        """{window: the mask of layers with that window}. attention_mask: the mask of the padding, or finished masks."""
         windows = {*self.config.layer_windows}
         if not isinstance(attention_mask, dict):
             seen = self.config_of_masks or self.config, hidden_states, attention_mask, cache, cache_position
