@@ -1,7 +1,10 @@
 """Fixtures shared by the tests: a small data directory, Triton's interpreter, and a machine left as it was found."""
 
 import multiprocessing
+import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +12,11 @@ import pytest
 import torch
 
 from moh_lm.data.shards import ShardWriter, write_manifest
-from tests.distributed import run_ranks
+from tests.distributed import fork_server_of, run_ranks
 from tests.interpreting import prepare
 from tests.ready_python import ready_python
 
+PROGRAMS = pytest.StashKey[str]()
 VOCAB_SIZE = 64
 # The files that take longest begin first, so that all workers end at about the same time.
 LONGEST = (
@@ -69,12 +73,32 @@ QUICK = (
 )  # fmt: skip
 
 
-def pytest_configure():
+def pytest_configure(config):
+    shared = getattr(config, "workerinput", {})
+    if shared:
+        sys.executable = shared["python"]  # tests that start it measure what a user's command imports
+        fork_server_of(Path(shared["programs"]) / "python")
     for entry in (*LONGEST, *QUICK):
         file, _, test = entry.partition("::")
         path = Path(__file__).parent / file
         if not path.is_file() or f"def {test.partition('[')[0]}" not in path.read_text(encoding="utf-8"):
             raise pytest.UsageError(f"{__file__}: LONGEST or QUICK has {entry}, which is no test any more; fix it")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """All workers are forked from one process that has made the slow imports, and their commands and ranks too."""
+    resources = ExitStack()
+    config.add_cleanup(resources.close)
+    folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
+    config.stash[PROGRAMS] = str(resources.enter_context(ready_python(folder)))
+    for spec in specs:
+        spec.python = f"{config.stash[PROGRAMS]}/python"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput.update(programs=node.config.stash[PROGRAMS], python=sys.executable)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -140,8 +164,11 @@ def threads():
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory):
+def programs(request, tmp_path_factory):
     """A folder for PATH: python, deepspeed and torchrun that start with the slow imports done."""
+    if shared := getattr(request.config, "workerinput", {}):
+        yield Path(shared["programs"])
+        return
     with ready_python(tmp_path_factory.mktemp("programs")) as folder:
         yield folder
 

@@ -137,8 +137,9 @@ def end(function, *arguments):
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for file in (sys.stdout, sys.stderr):
+        if not file.closed:
+            file.flush()
     os._exit(code or 0)
 
 

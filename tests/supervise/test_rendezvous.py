@@ -64,6 +64,7 @@ def test_a_second_run_at_the_same_port_is_refused(rendezvous_port, monkeypatch):
 
 def test_a_stranger_neither_refuses_a_start_nor_stands_for_a_rank(rendezvous_port, monkeypatch):
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT_S", 1)
+    monkeypatch.setattr(rendezvous, "REFUSAL_TIMEOUT_S", 1)
     monkeypatch.setenv(SECRET, "of the launch")
     meeting = rendezvous.open_store(1)
     for key in ("rank 0", "rank 1", "rank 2", "refused"):
