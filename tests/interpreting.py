@@ -5,7 +5,13 @@ place it puts its own, though it has done so when the kernel was launched. Here 
 module of functions.
 """
 
+import importlib
+import multiprocessing
+
 import torch
+
+from tests import distributed
+from tests.ready_python import IMPORTS
 
 
 def prepare():
@@ -28,12 +34,20 @@ def prepare():
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
 
 
-def train(flags):
-    """The training program on a rank that interprets kernels."""
+def run_ranks(function, world_size, *arguments):
+    """``run_ranks`` with ranks that are forked from this process and interpret too."""
+    for name in IMPORTS:
+        if name.startswith("deepspeed"):
+            importlib.import_module(name)  # once, and not in every rank
+    distributed.CONTEXT = multiprocessing.get_context("fork")
+    return distributed.run_ranks(function, world_size, *arguments)
+
+
+def train(ranks, flags):
+    """The training program on so many ranks that interpret kernels."""
     from tests.training import runs
 
-    prepare()
-    runs.run(flags)
+    run_ranks(runs.run, ranks, flags)
 
 
 def multiply_bf16():

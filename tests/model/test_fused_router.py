@@ -10,7 +10,6 @@ from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.router import HeadRouter, SelectionReplay
 from moh_lm.model.transformer import compile_layers
-from tests.distributed import run_ranks
 from tests.interpreting import multiply_bf16, train
 from tests.layers import assert_equals_equations, vivid_layer
 from tests.model import test_router
@@ -195,7 +194,7 @@ def test_a_compiled_layer_is_one_graph_and_computes_the_same(interpreter):
 
 def test_a_run_on_slices_of_sequences_trains_the_same_model(interpreter, data_dir, one_rank_run, tmp_path):
     flags = "--fused-router --recompute --context-parallel-size 2 --train-iters 2 --eval-samples 1".split()
-    interpreter(run_ranks, train, 2, runs.arguments(data_dir, tmp_path, *flags))
+    interpreter(train, 2, runs.arguments(data_dir, tmp_path, *flags))
     assert runs.losses(tmp_path) == pytest.approx(runs.losses(one_rank_run)[:1], rel=1e-5)
 
 

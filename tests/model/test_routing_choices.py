@@ -56,7 +56,7 @@ MODELS["in groups"] = f"{IN_GROUPS} --num-active-routed-heads 8 4 --routing rele
 MODELS["in groups, bias, query norm"] = (
     f"{IN_GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 --load-balance-bias-rate 0.01 --window 6"
 )
-STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 --eval-interval 0 --warmup-iters 0
+STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 1 --eval-interval 0 --warmup-iters 0
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
 LAYOUTS = {
     "tensor": (2, "--tensor-parallel-size 2"),

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
-from tests.distributed import run_ranks
-from tests.interpreting import train
+from tests.interpreting import run_ranks, train
 from tests.training import runs
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -92,7 +91,7 @@ def test_ranks_that_share_a_vocabulary_compute_the_same(interpreter, ranks):
 
 def test_a_run_with_the_kernels_trains_the_same_model(interpreter, data_dir, one_rank_run, tmp_path):
     flags = "--fused-loss --fused-router --tensor-parallel-size 2 --train-iters 2 --eval-samples 1".split()
-    interpreter(run_ranks, train, 2, runs.arguments(data_dir, tmp_path, *flags))
+    interpreter(train, 2, runs.arguments(data_dir, tmp_path, *flags))
     assert runs.losses(tmp_path) == pytest.approx(runs.losses(one_rank_run)[:1], rel=1e-5)
 
 

@@ -41,7 +41,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 @pytest.fixture(scope="module")
 def source(data_dir, tmp_path_factory):
     """The run directory of three steps on two ranks, all of them kept."""
-    return train((1, 1, 2, 1, 4, False, "paper"), data_dir, tmp_path_factory.mktemp("source"), 16)
+    return train((1, 1, 2, 1, 4, False, "paper"), data_dir, tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture

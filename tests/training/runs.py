@@ -19,7 +19,7 @@ SIZES = """
     --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
     --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 7 --warmup-iters 2 --precision fp32
     --learning-rate 1e-2 --min-learning-rate 1e-3 --data-mix even=2.5 odd=1 --validation-fraction 0.1
-    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5
+    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 3
 """
 
 

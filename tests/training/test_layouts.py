@@ -25,7 +25,7 @@ SIZES = """
     --num-layers 4 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --head-dim 8 --vocab-size 67
     --seq-length 16 --batch-tokens 256 --train-iters 3 --warmup-iters 0 --precision fp32
     --learning-rate 2e-5 --min-learning-rate 1e-5
-    --validation-fraction 0.1 --log-interval 1 --save-interval 1 --eval-interval 0 --eval-samples 3
+    --validation-fraction 0.1 --log-interval 1 --save-interval 1 --eval-interval 0 --eval-samples 1
     --load-balance-coefficient 0.5 --gradient-clipping 0.5
 """
 COUNTED = "--position none cope rotary cope --cope-max-position 3 --rotary-fraction 0.5"
@@ -51,7 +51,7 @@ MODELS = {
 }
 COMPARED = {"loss", "load_balance_loss", "grad_norm", "source_loss", "evaluation", "window"}  # of a row
 FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model", "context")
-SHORT = ("--train-iters", "2", "--eval-samples", "1")  # the second step has moments, shares and windows of the first
+SHORT = ("--train-iters", "2")  # the second step has moments, shares and windows of the first
 PLAIN = ("paper", "query norm")  # their parts are all in other models
 VALUES = ((1, 2), (1, 2), (1, 2), (1, 2, 3), (1, 2), (1, 2), (False, True), tuple(MODELS.keys() - PLAIN), (1, 2))
 LAYOUTS = [
