@@ -1,6 +1,7 @@
 """Fixtures shared by the tests: a small data directory, Triton's interpreter, and a machine left as it was found."""
 
 import multiprocessing
+import multiprocessing.spawn
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from moh_lm.data.shards import ShardWriter, write_manifest
-from tests.distributed import fork_server_of, run_ranks
+from tests.distributed import run_ranks
 from tests.interpreting import prepare
 from tests.ready_python import ready_python
 
@@ -77,7 +78,7 @@ def pytest_configure(config):
     shared = getattr(config, "workerinput", {})
     if shared:
         sys.executable = shared["python"]  # tests that start it measure what a user's command imports
-        fork_server_of(Path(shared["programs"]) / "python")
+        multiprocessing.set_executable(f"{shared['programs']}/python")  # of servers of forks, and of spawned processes
     for entry in (*LONGEST, *QUICK):
         file, _, test = entry.partition("::")
         path = Path(__file__).parent / file
@@ -180,5 +181,8 @@ def interpreter():
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
+            ready = multiprocessing.spawn.get_executable()
+            multiprocessing.set_executable(sys.executable)  # in which Triton is not imported yet
             processes.submit(prepare).result()
+            multiprocessing.set_executable(ready)
         yield lambda function, *arguments: processes.submit(function, *arguments).result()

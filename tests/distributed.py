@@ -12,8 +12,6 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
-from multiprocessing.forkserver import ensure_running
-from multiprocessing.spawn import get_executable
 from pathlib import Path
 
 import torch
@@ -28,14 +26,6 @@ TIMEOUT = timedelta(seconds=900)  # only a test that hangs takes so long, also o
 CONTEXT = multiprocessing.get_context("forkserver")
 OF_TESTS = ("pytest", "tensorboard.backend.event_processing.event_accumulator")
 CONTEXT.set_forkserver_preload(["moh_lm.run.program", "moh_lm.run.text", *IMPORTS, *OF_TESTS])
-
-
-def fork_server_of(python):
-    """Start the server of this process as a child of that ``python``, one of ``tests.ready_python``."""
-    own = get_executable()
-    CONTEXT.set_executable(str(python))
-    ensure_running()
-    CONTEXT.set_executable(own)
 
 
 def run_ranks(function, world_size, *arguments):
