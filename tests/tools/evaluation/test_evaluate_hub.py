@@ -10,7 +10,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
@@ -28,6 +27,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.distributed import reserved_port
+from tests.ready_python import ready_python
 from tests.tokenizing import ROOT
 from tests.tools.evaluating import WORDS, made_rows
 
@@ -41,8 +42,8 @@ class Hub(ThreadingHTTPServer):
     daemon_threads = True
     broken = ()
 
-    def __init__(self, repositories):
-        super().__init__(("127.0.0.1", 0), Answer)
+    def __init__(self, port, repositories):
+        super().__init__(("127.0.0.1", port), Answer)
         self.repositories = repositories
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -105,8 +106,25 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory):
+    """(port of the hub, folder of a python whose client asks it): where the hub is counts when its client is imported.
+
+    The cache is a folder of the directory that a command starts in.
+    """
+    directory = tmp_path_factory.mktemp("asking")
+    with reserved_port() as port, pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": "cache"}.items():
+            patch.setenv(name, value)
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        patch.chdir(directory)
+        with ready_python(directory) as programs:
+            patch.undo()
+            yield port, programs
+
+
 @pytest.fixture
-def hub():
+def hub(asking):
     """The rows of the local files; a split that no task reads has others."""
     rows, others = made_rows(), made_rows(seed=1)
     for task in ("sciq", "logiqa", "arc_challenge"):
@@ -114,7 +132,7 @@ def hub():
             rows.setdefault(f"{task}/{split}", others[f"{task}/test"])
     splits = ("train", "validation", "test")
     arc = [{"config_name": "ARC-Challenge", "data_files": [{"split": s, "path": f"ARC-C/{s}-*"} for s in splits]}]
-    server = Hub({
+    server = Hub(asking[0], {
         "allenai/sciq": {"main": {f"data/{s}-00000-of-00001.parquet": parquet(rows[f"sciq/{s}"]) for s in splits}},
         "allenai/ai2_arc": {"main": {
             "README.md": f"---\nconfigs: {json.dumps(arc)}\n---\n".encode(),
@@ -132,16 +150,20 @@ def hub():
     server.server_close()
 
 
-def asked(program, hub, home, *arguments, python=sys.executable):
-    """A program of tools/ by a new Python: where the hub is counts when its client is imported."""
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    changes = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+@pytest.fixture
+def asked(asking, hub, tmp_path):
+    """Runs a program of tools/ that asks the hub."""
+    changes = {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | changes
-    command = [python, ROOT / "tools" / program, "--tasks", *TASKS, "--suite", "llama14", *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
+
+    def run(program, *arguments):
+        command = [asking[1] / "python", ROOT / "tools" / program, "--tasks", *TASKS, "--suite", "llama14", *arguments]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    return run
 
 
-def test_a_model_has_the_results_of_the_local_rows(hub, data, programs, tmp_path):
+def test_a_model_has_the_results_of_the_local_rows(asked, data, tmp_path):
     words = {word: number for number, word in enumerate(["<unk>", "</s>", ":", "Question", "Answer", *WORDS])}
     made = Tokenizer(WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
@@ -149,19 +171,19 @@ def test_a_model_has_the_results_of_the_local_rows(hub, data, programs, tmp_path
     shape = {"vocab_size": len(words), "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=1)).save_pretrained(tmp_path / "model")
     results = []
-    for name, rows, python in (("hub", [], sys.executable), ("local", ["--data", data], programs / "python")):
+    for name, rows in (("hub", []), ("local", ["--data", data])):
         given = ["--model", tmp_path / "model", "--device", "cpu", "--output", tmp_path / f"{name}.json", *rows]
-        finished = asked("evaluate.py", hub, tmp_path, *given, python=python)
+        finished = asked("evaluate.py", *given)
         assert finished.returncode == 0, finished.stderr
         results.append((finished.stdout, json.loads((tmp_path / f"{name}.json").read_text())))
     assert results[0] == results[1]
 
 
-def test_questions_are_those_of_the_local_rows_also_from_the_cache(hub, data, tokenizer, tmp_path):
+def test_questions_are_those_of_the_local_rows_also_from_the_cache(asked, data, tokenizer, tmp_path):
     files = []
     for name, rows in (("hub", []), ("cache", []), ("local", ["--data", data])):
         path = tmp_path / f"{name}.jsonl"
-        finished = asked("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", path, *rows)
+        finished = asked("evaluate_prepare.py", "--tokenizer", tokenizer, "--output", path, *rows)
         assert finished.returncode == 0, finished.stderr
         files.append(path.read_text())
     assert files[0] == files[2]
@@ -170,14 +192,14 @@ def test_questions_are_those_of_the_local_rows_also_from_the_cache(hub, data, to
 
 
 @pytest.mark.parametrize("kind", ["absent", "broken", "no conversion"])
-def test_rows_that_cannot_be_had_are_one_line_with_the_remedy(kind, hub, tokenizer, tmp_path):
+def test_rows_that_cannot_be_had_are_one_line_with_the_remedy(kind, asked, hub, tokenizer, tmp_path):
     if kind == "absent":
         del hub.repositories["EleutherAI/logiqa"]
     elif kind == "no conversion":
         del hub.repositories["EleutherAI/logiqa"][CONVERSION]
     else:
         hub.broken = ("EleutherAI/logiqa",)
-    finished = asked("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", tmp_path / "file")
+    finished = asked("evaluate_prepare.py", "--tokenizer", tokenizer, "--output", tmp_path / "file")
     assert finished.returncode == 1
     errors = [line for line in finished.stderr.splitlines() if line.startswith("evaluate_prepare: ")]
     assert "Traceback" not in finished.stderr
