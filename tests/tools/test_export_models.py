@@ -1,7 +1,6 @@
 """tools/export_hf.py: models of every kind and their tokenizers, in the form that transformers knows, or refused."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -109,7 +108,7 @@ DENSE = replace(PAPER, heads=HeadsConfig(head_selection="all"))
 
 
 @torch.no_grad()
-def test_a_model_with_all_heads_is_an_ordinary_llama(tokenizer, tmp_path, export):
+def test_a_model_with_all_heads_is_an_ordinary_llama(tokenizer, tmp_path, export, programs):
     """It loads without remote code, its rotary scaling and tokenizer too."""
     pytest.importorskip("transformers")
     model_config = replace(DENSE, **ROPES["llama3"])
@@ -122,7 +121,7 @@ def test_a_model_with_all_heads_is_an_ordinary_llama(tokenizer, tmp_path, export
     assert not {"auto_map", "head_selection", "num_shared_heads"} & config.keys()
     assert not list((tmp_path / "hf").glob("*.py"))
     prompt = "the head of a model\n"
-    loaded = load_with_transformers(sys.executable, tmp_path / "hf", prompt, tmp_path, trusted=False)
+    loaded = load_with_transformers(programs / "python", tmp_path / "hf", prompt, tmp_path, trusted=False)
     assert not any(loaded["report"].values())
     assert loaded["ids"] == sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).encode(prompt)
     logits = make_weights(model_config)(torch.tensor([loaded["ids"]]))[:, 0]

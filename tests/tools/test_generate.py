@@ -33,19 +33,19 @@ def run(tmp_path_factory):
     return directory / "run"
 
 
-def command(*flags, python=sys.executable, text=None):
-    line = [str(python), str(ROOT / "tools/generate.py"), *map(str, flags)]
+def command(programs, *flags, text=None):
+    line = [str(programs / "python"), str(ROOT / "tools/generate.py"), *map(str, flags)]
     result = subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=900)
     return result.returncode, result.stdout, result.stderr
 
 
 def test_the_text_in_pieces_is_the_text_at_once(run, programs):
     flags = ("--model", run, "--max-new-tokens", 9, "--temperature", 1, "--seed", 3, "--attention-backend", "dense")
-    code, out, err = command(*flags, "--prompt", "the quick", "--json")
+    code, out, err = command(programs, *flags, "--prompt", "the quick", "--json")
     assert code == 0 and "tokens/s" in err
     row = json.loads(out)
     assert row["prompt"] == "the quick" and 0 < len(row["tokens"]) <= 9
-    code, streamed, _ = command(*flags, python=programs / "python", text="the quick")
+    code, streamed, _ = command(programs, *flags, text="the quick")
     assert (code, streamed) == (0, f"the quick{row['text']}\n")
 
 

@@ -1,9 +1,9 @@
 """Gated models in classes of transformers: export_hf --as, and import_hf of what it has written."""
 
 import json
+import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -80,14 +80,15 @@ def exported(made, export):
 
 
 @pytest.fixture
-def loaded(made, exported):
+def loaded(made, exported, programs):
     """What a Python that knows no checkout finds in each export: its tokens, the class, logits and a text."""
     if "found" not in made:
         generator = torch.Generator().manual_seed(1)
         tokens = {kind: torch.randint(MODELS[kind][1].vocab_size, (2, 17), generator=generator) for kind in MODELS}
         wanted = [(str(exported(kind)), tokens[kind].tolist()) for kind in MODELS]
-        command = [sys.executable, "-I", "-c", LOAD, json.dumps(wanted)]
-        printed = subprocess.run(command, capture_output=True, check=True, cwd=made["in"]).stdout
+        command = [programs / "python", "-c", LOAD, json.dumps(wanted)]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        printed = subprocess.run(command, capture_output=True, check=True, cwd=made["in"], env=environment).stdout
         found = json.loads(printed.splitlines()[-1])
         made["found"] = {kind: (tokens[kind], *row) for kind, row in zip(MODELS, found, strict=True)}
     return made["found"]
