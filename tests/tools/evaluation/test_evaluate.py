@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -229,7 +230,8 @@ def test_wrong_arguments_and_files_are_one_line_each(model, data, tmp_path, caps
         assert all(message in error for message, error in zip(messages, errors, strict=True)), errors
 
 
-def test_python_of_a_model_is_run_only_where_it_is_trusted(model, data, result, tmp_path, capsys):
+def test_python_of_a_model_is_run_only_where_it_is_trusted(model, data, programs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))  # for the models that are compared
     copy, mark = shutil.copytree(model, tmp_path / "copy"), tmp_path / "ran"
     given = ["--suite", "llm6", "--data", data, "--tasks", "sciq", "--limit", 1, "--device", "cpu"]
     code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
