@@ -9,7 +9,7 @@
     5  step        training steps of LLM-S at 2,048 tokens, compiled, with and without fusion  benchmarks/step.py
     6  captured    the same steps by calls and, but for AdamW, as one CUDA graph
     7  long step   those of LLM-B at 8,192 tokens, the paper's regime
-    8  decoding    a new token against a cache                                                 benchmarks/decode.py
+    8  decoding    a new token against a cache, and of whole models by calls and captured      benchmarks/decode.py
     9  peers       LLM-S against Hugging Face's Llama, both compiled
     10 medium step LLM-S at 8,192 tokens
     11 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens

@@ -149,12 +149,8 @@ def make(name, arguments, length, device):
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
         asked = "groups" if config.chooses_in_groups else arguments.backend
         chosen = choose_backend(asked, device, dtype, queries, share, compiled=kind != unfused)
-        with device:  # drawn there, billions of weights take no time
-            fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != called)
-            model, loss_of = build_model(config, backends=chosen, **fused), our_loss
-        for parameter in model.parameters():
-            constant = parameter.init_std is None
-            torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)
+        fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != called)
+        model, loss_of = drawn(config, device, backends=chosen, **fused), our_loss
         if kind != unfused:
             compile_layers(model)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
@@ -171,6 +167,16 @@ def make(name, arguments, length, device):
         return loss.detach()
 
     return step, flops_per_token(config, length)
+
+
+def drawn(config, device, **settings):
+    """Our model with random weights; settings: see ``build_model``."""
+    with device:  # drawn there, billions of weights take no time
+        model = build_model(config, **settings)
+    for parameter in model.parameters():
+        constant = parameter.init_std is None
+        torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)
+    return model
 
 
 def our_loss(model, tokens):

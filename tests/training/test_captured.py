@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moh_lm.checks.run import graph_problems
 from moh_lm.data.loader import MicroBatch
@@ -16,41 +14,14 @@ from moh_lm.kernels.masks import apply_window
 from moh_lm.model.rotary import Rotary, rotary_table
 from moh_lm.training import captured
 from tests.distributed import run_ranks
+from tests.recording import recorded
 from tests.training.runs import arguments, engine_of
-
-
-class Recording(TorchDispatchMode):
-    """Every operation with the tensors that it read and wrote, which a replay reads and writes again."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        results = function(*arguments, **(named or {}))
-        self.operations.append((function, arguments, named or {}, results))
-        return results
-
-    def replay(self):
-        with torch.no_grad():
-            for function, arguments, named, results in self.operations:
-                for kept, new in zip(tree_leaves(results), tree_leaves(function(*arguments, **named)), strict=True):
-                    if isinstance(new, torch.ScriptObject):  # of a collective, which goes on meanwhile
-                        new.wait()
-                    elif isinstance(new, torch.Tensor) and kept.data_ptr() != new.data_ptr():
-                        kept.detach().copy_(new)
 
 
 def reduce_scatter(shard, whole, group):
     total = whole.clone()
     dist.all_reduce(total, group=group)
     shard.copy_(total.chunk(group.size())[group.rank()])
-
-
-def recorded(function):
-    with Recording() as graph:
-        outputs = function()
-    return graph, outputs
 
 
 def micro_batches(config, step, count):
