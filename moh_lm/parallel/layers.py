@@ -85,6 +85,15 @@ class ColumnParallelLinear(nn.Module):
         return (product or F.linear)(x, self.weight)
 
 
+    def factor(self):
+        """Return the weight that x is multiplied by; see ``joined``."""
+        return self.weight
+
+    def finished(self, product):
+        """Return the output, from the product of x and ``factor``."""
+        return product
+
+
 class KeyValueParallelLinear(nn.Module):
     """Keys or values of this rank's query heads: x [s, b, input] -> [s, b, kv/tp * head_dim].
 
@@ -102,11 +111,44 @@ class KeyValueParallelLinear(nn.Module):
         self.weight = make_parameter((num_heads * head_dim, input_size), init_std, partition)
 
     def forward(self, x, product=None):
+        return self.finished((product or F.linear)(x, self.factor()))
+
+    def factor(self):
+        return self.weight if self.runs is None else replicate(self.weight, self.group)
+
+    def finished(self, product):
         if self.runs is None:
-            return (product or F.linear)(x, self.weight)
-        heads = F.linear(x, replicate(self.weight, self.group)).unflatten(-1, (-1, self.head_dim))
+            return product
+        heads = product.unflatten(-1, (-1, self.head_dim))
         runs = [heads[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in self.runs]
         return torch.cat(runs, dim=2).flatten(2)
+
+
+def separate(x, *layers):
+    """Return what each of the ``layers`` makes of x."""
+    return [layer(x) for layer in layers]
+
+
+def joined(x, *layers):
+    """The same by one product with copies of all weights, one below the other (``--fused-projections``)."""
+    products = JoinedProducts.apply(x, *(layer.factor() for layer in layers))
+    return [layer.finished(product) for layer, product in zip(layers, products, strict=True)]
+
+
+class JoinedProducts(torch.autograd.Function):
+    """x A_1^T, x A_2^T, ...: x [..., input], A_i [output_i, input]. The copies are made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        gradient = torch.cat(gradients, -1)
+        of_weights = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return gradient @ torch.cat(weights), *of_weights.split([len(weight) for weight in weights])
 
 
 class ReplicatedLinear(nn.Module):
