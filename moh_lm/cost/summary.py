@@ -255,8 +255,9 @@ def describe_gain(config, device=None):
         "if only the selected ones": head_time(model, shared, active),
         "with a quarter of the heads": head_time(model, 1 / 8, 1 / 8),
         "with --routed-keys selected": head_time(model, shared, active**2 / (1 - shared)),
-        "with --routing-unit head_in_group": shared + active,
     }
+    if max(model.of_layer(0).head_counts) > model.of_layer(0).num_key_value_heads:
+        cases["with --routing-unit head_in_group"] = shared + active
     there, router = Machine(1, peak / 1e12), FUSED_ROUTER if run.fused_router else 1
     times = [f"{against_dense(model, length, there, cases[case], router):.2f} {case}" for case in cases]
     yield (

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moh_lm.checks import run as run_checks
 from moh_lm.checks.run import graph_problems
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
@@ -15,7 +16,7 @@ from moh_lm.model.rotary import Rotary, rotary_table
 from moh_lm.training import captured
 from tests.distributed import run_ranks
 from tests.recording import recorded
-from tests.training.runs import arguments, engine_of
+from tests.training.runs import arguments, engine_of, equal, rows, run, state
 
 
 def reduce_scatter(shard, whole, group):
@@ -74,6 +75,28 @@ def compare_runs(tmp_path):
         said, engine, replayed = four_steps(replace(config, run=replace(config.run, cuda_graph=True)))
         assert "differ by 0.0e+00" in said[0] and engine.captured.graph.operations, flags
         assert all(torch.equal(*pair) for pair in zip(replayed, plain, strict=True)), flags
+
+
+WARMUPS = "--seq-length-warmup 4:4 --dense-warmup-iters 2 --log-interval 1 --save-interval 2 --fused-projections"
+
+
+def test_a_captured_run_resumes_through_its_warm_ups(data_dir, tmp_path):
+    """Dense to step 2, parts of 4 and 8 tokens to step 4, then whole sequences: three kinds of micro-batches."""
+    plain, resumed = (arguments(data_dir, tmp_path / name, *WARMUPS.split()) for name in ("plain", "resumed"))
+    run_ranks(run, 1, plain)
+    assert run_ranks(run_captured, 1, resumed, 2) == [1]
+    assert run_ranks(run_captured, 1, resumed) == [3]
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "plain")
+    assert equal(state(tmp_path / "resumed", 7), state(tmp_path / "plain", 7))
+
+
+def run_captured(flags, stop_after=None):
+    """The number of graphs of a run by the stand-in."""
+    graphs = []
+    captured.capture_on_gpu = lambda *given: graphs.append(recorded(*given)) or graphs[-1]
+    run_checks.graph_problems = lambda config: []  # this machine shows no GPU
+    run([*flags, "--cuda-graph"], stop_after)
+    return len(graphs)
 
 
 def test_a_graph_makes_its_own_tables(monkeypatch):
