@@ -7,7 +7,7 @@ import torch
 
 from moh_lm.inference.kv_cache import Cache
 from moh_lm.inference.sampling import sample, wide
-from moh_lm.kernels.capture import GraphDiffers, capture_on_gpu, relative_distance, rounding
+from moh_lm.kernels.capture import Differs, capture_on_gpu, distance, rounding
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ class CapturedStep:
     """Called in place of ``step``, which the first call captures in a CUDA graph.
 
     step: takes nothing and returns logits [b, vocab]. changed: the tensors that it reads and changes, tokens [b] first.
-    From the same values it may run again, since a token overwrites the same keys. Raises ``GraphDiffers``.
+    From the same values it may run again, since a token overwrites the same keys. Raises ``Differs``.
     """
 
     def __init__(self, step, changed):
@@ -57,9 +57,10 @@ class CapturedStep:
         following = (tokens + 1) % logits.shape[1]  # a graph that had kept its first tokens would differ
         exact = self.step_from(following, *others)
         self.graph.replay()
-        difference = relative_distance(logits, exact).item()
-        if not difference <= rounding(exact.dtype):
-            raise GraphDiffers("step", f"{difference:.1e} of the largest logit")
+        found = distance(logits, exact)
+        if not found <= rounding(exact.dtype):
+            what = "a captured step differs from one without a graph"
+            raise Differs("--cuda-graph", what, f"{found:.1e} of the largest logit")
         self.restore(tokens, *others)
 
     def step_from(self, *values):

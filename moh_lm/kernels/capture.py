@@ -7,15 +7,15 @@ state in tensors of their own, and compare one replay with the function itself b
 import torch
 
 WARMUPS = 3  # in which libraries choose kernels and allocate what a capture must not
-TOLERANCE = 1e-4  # of a difference from the function itself, besides rounding
+TOLERANCE = 1e-4  # of a difference from the form without a flag, besides rounding
 
 
-class GraphDiffers(RuntimeError):
-    """A replay does not compute what the function computes. what: the captured part. found: the difference."""
+class Differs(RuntimeError):
+    """What a ``flag`` asks for does not compute the same as without it. what, found: in words."""
 
-    def __init__(self, what, found):
-        remedy = "leave the flag out, and report the device and torch's version"
-        super().__init__(f"--cuda-graph: a captured {what} differs from one without a graph, by {found}; {remedy}")
+    def __init__(self, flag, what, found):
+        remedy = "leave the flag out, and report the device and the versions of torch and triton"
+        super().__init__(f"{flag}: {what}, by {found}; {remedy}")
 
 
 def capture_on_gpu(function, warm_up=None):
@@ -44,10 +44,6 @@ def rounding(dtype):
 
 
 def distance(found, exact):
-    """Return the largest difference. What is not finite in both counts as equal."""
-    return (found.nan_to_num().float() - exact.nan_to_num().float()).abs().max()
-
-
-def relative_distance(found, exact):
-    """Return the largest difference over the largest exact number."""
-    return distance(found, exact) / exact.nan_to_num().abs().max().clamp_min(1e-30)
+    """Return the largest difference over the largest exact number. What is not finite in both counts as equal."""
+    found, exact = (tensor.nan_to_num().float() for tensor in (found, exact))
+    return ((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item()

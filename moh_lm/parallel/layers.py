@@ -82,8 +82,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter((output_size, input_size), init_std, partition)
 
     def forward(self, x, product=None):
-        return (product or F.linear)(x, self.weight)
-
+        return self.finished((product or F.linear)(x, self.factor()))
 
     def factor(self):
         """Return the weight that x is multiplied by; see ``joined``."""
@@ -94,7 +93,7 @@ class ColumnParallelLinear(nn.Module):
         return product
 
 
-class KeyValueParallelLinear(nn.Module):
+class KeyValueParallelLinear(ColumnParallelLinear):
     """Keys or values of this rank's query heads: x [s, b, input] -> [s, b, kv/tp * head_dim].
 
     A rank holds whole key/value heads. Where there are fewer of them than ranks it holds all, and its output has one
@@ -102,16 +101,12 @@ class KeyValueParallelLinear(nn.Module):
     """
 
     def __init__(self, input_size, num_heads, head_dim, init_std, heads):
-        super().__init__()
         shared_by = heads.num_heads // num_heads
         few = num_heads < group_size(heads.group)
+        partition = None if few else heads.partition(0, head_dim, queries_per_key=shared_by)
+        super().__init__(input_size, num_heads * head_dim, init_std, partition)
         self.head_dim, self.group = head_dim, heads.group
         self.runs = heads.kv_replication(shared_by) if few else None
-        partition = None if few else heads.partition(0, head_dim, queries_per_key=shared_by)
-        self.weight = make_parameter((num_heads * head_dim, input_size), init_std, partition)
-
-    def forward(self, x, product=None):
-        return self.finished((product or F.linear)(x, self.factor()))
 
     def factor(self):
         return self.weight if self.runs is None else replicate(self.weight, self.group)
@@ -151,17 +146,16 @@ class JoinedProducts(torch.autograd.Function):
         return gradient @ torch.cat(weights), *of_weights.split([len(weight) for weight in weights])
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(ColumnParallelLinear):
     """Y = X A^T, whole on every rank. Each rank uses it for its own heads, so the weight's gradient is summed over
     ranks."""
 
     def __init__(self, input_size, output_size, init_std, group):
-        super().__init__()
-        self.weight = make_parameter((output_size, input_size), init_std)
+        super().__init__(input_size, output_size, init_std, None)
         self.group = group
 
-    def forward(self, x):
-        return F.linear(x, replicate(self.weight, self.group))
+    def factor(self):
+        return replicate(self.weight, self.group)
 
 
 class RowParallelLinear(nn.Module):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from moh_lm.kernels.capture import TOLERANCE, GraphDiffers, capture_on_gpu, distance, relative_distance, rounding
+from moh_lm.kernels.capture import TOLERANCE, Differs, capture_on_gpu, distance, rounding
 
 
 class Outputs(NamedTuple):
@@ -37,7 +37,7 @@ class CapturedMicroBatch:
     """Called with tokens and labels, [b, s], in place of ``CausalLM.losses`` in training.
 
     model: ``CausalLM``. recorders: returns the ``MicroBatchParts`` that a pass adds to. differences: (loss, gradient)
-    of the newest graph from an uncaptured run, the second relative to the largest gradient; None before the first.
+    of the newest graph from an uncaptured run, see ``distance``; None before the first.
     """
 
     def __init__(self, model, recorders, device):
@@ -57,7 +57,7 @@ class CapturedMicroBatch:
         return Replay.apply(self, *self.weights)
 
     def record(self, given):
-        """Capture a micro-batch like the ``given`` tensors. Raises ``GraphDiffers`` if a replay is not right."""
+        """Capture a micro-batch like the ``given`` tensors. Raises ``Differs`` if a replay is not right."""
         self.kind = self.graph = self.outputs = None  # the memory of an older graph is free for the next one
         self.inputs = [None if tensor is None else tensor.to(self.device, copy=True) for tensor in given]
         self.graph, self.outputs = capture_on_gpu(self.compute)
@@ -66,7 +66,8 @@ class CapturedMicroBatch:
         self.graph.replay()
         self.differences = loss, gradient = differences(self.outputs, exact)
         if not (loss <= TOLERANCE and gradient <= rounding(self.weights[0].dtype)):
-            raise GraphDiffers("micro-batch", f"{loss:.1e} in the loss and {gradient:.1e} of the largest gradient")
+            what = "a captured micro-batch differs from one without a graph"
+            raise Differs("--cuda-graph", what, f"{loss:.1e} in the loss and {gradient:.1e} of the largest gradient")
 
     def compute(self):
         """Run the micro-batch of ``inputs`` and return its ``Outputs``; ``recorders`` are left empty."""
@@ -101,8 +102,6 @@ class Replay(torch.autograd.Function):
 
 
 def differences(found, exact):
-    """Return the difference of the mean losses, relative to 1 + the loss, and the largest of any gradient, relative to
-    the largest of that gradient."""
-    pairs = [(mine, right) for mine, right in zip(found.gradients, exact.gradients, strict=True) if right is not None]
-    loss = distance(found.mean, exact.mean) / (1 + exact.mean.nan_to_num().abs())
-    return loss.item(), torch.stack([relative_distance(*pair) for pair in pairs]).max().item()
+    """Return the ``distance`` of the mean losses, and the largest of any gradient."""
+    pairs = zip(found.gradients, exact.gradients, strict=True)
+    return distance(found.mean, exact.mean), max(distance(*pair) for pair in pairs if pair[1] is not None)
