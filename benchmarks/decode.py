@@ -3,17 +3,19 @@
     python benchmarks/decode.py [--shapes llm-s llm-b llama3-8b] [--lengths 2048 8192 32768] [--batches 1 4]
                                 [--active 50 75] [--threads 1] [--rounds 9] [--dtype float32]
 
-One layer of a model, without projections and router. Heads are drawn at random for each row; in ``llama3-8b`` four
-query heads share keys and values, and a token selects heads or (``groups``) whole groups of them. Every contestant
-reads one cache after another, so many that none stays in the processor's own (``CACHES_BYTES``). Shown are which share
-of the keys and values is read, the median time of a token in a layer, and the median over the rounds of its ratio to
-the base in the same round.
+One layer of a model, without projections and router, then whole models. Heads are drawn at random for each row; in
+``llama3-8b`` four query heads share keys and values, and a token selects heads or (``groups``) whole groups of them.
+Every contestant reads one cache after another, so many that none stays in the processor's own (``CACHES_BYTES``). Shown
+are which share of the keys and values is read, the median time of a token in a layer, and the median over the rounds of
+its ratio to the base in the same round.
 
     all, equal lengths     scaled dot-product attention without a mask: the base
     all, mask              the same under a mask of each row's length: what generation computes with ``dense``
     all, as selected       the next one with every head selected
     selected               on a CPU loops over rows and heads, on a GPU the backend triton
     own keys               selected heads that keep their own tokens only (--routed-keys selected; CPU)
+
+    generation             a new token of the whole model, by calls and, on a GPU, captured in a CUDA graph
 
 Times are those of benchmarks/attention.py. On a GPU the fastest tiles and number of splits are sought first, at the
 longest length, one row, 50%, printed, and used.
@@ -30,6 +32,7 @@ if __name__ == "__main__":  # the root of the checkout, not this folder, whose t
 
 import contextlib
 import itertools
+import time
 from math import ceil
 from statistics import median
 
@@ -37,15 +40,19 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.attention import budgets, describe
-from benchmarks.flags import SHAPES
+from benchmarks.flags import MODELS, SHAPES
+from benchmarks.step import drawn
 from benchmarks.timing import in_turns, ratio, recorded, seconds, set_up, stopwatch
+from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.inference import decode
 from moh_lm.inference.decode import decode_attention
+from moh_lm.inference.generate import generate
 from moh_lm.inference.selected_kv_cache import SelectedKVCache
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.router import select
 
 CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or an H200's of 50 MB
+NEW_TOKENS = 32  # of a whole model
 BASE = "all, equal lengths"
 TILES = [(16, 32, 4, 3), (16, 32, 4, 4), (16, 32, 8, 4), (16, 64, 4, 3), (16, 64, 8, 3), (16, 128, 8, 2)]
 PROGRAMS = (4, 8, 16)  # per multiprocessor
@@ -61,6 +68,8 @@ def main(options):
             inputs = make_inputs(SHAPES[shape], length, batch, device, dtype)
             found = contestants(SHAPES[shape], options.active, inputs)
             report(f"{shape} T={length} b={batch}", found, options.rounds, device)
+            if shape in MODELS:
+                generation(shape, length, batch, device, dtype)
 
 
 def make_inputs(shape, length, batch, device, dtype):
@@ -149,6 +158,21 @@ def report(title, functions, rounds, device):
             middle = median(time[clock] for time in times[name]) / layers
             columns += f"  {1e6 * middle:9.1f} us {ratio(times[name], times[BASE], clock):.2f}"
         print(f"    {name:22s} reads {share:4.0%}{columns}", flush=True)
+
+
+def generation(shape, length, batch, device, dtype):
+    """Print the median time of a new token after prompts of so many tokens, for a dense model and half of the heads."""
+    shared, routed = budgets(MODELS[shape]["num_attention_heads"], 50)
+    half = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
+    for name, heads in {"dense": HeadsConfig(head_selection="all"), "moh-50": half}.items():
+        model = drawn(ModelConfig(**MODELS[shape], heads=heads), device).to(dtype).eval()
+        times = {}
+        for way in ("calls", "captured")[: 2 if device.type == "cuda" else 1]:
+            steps = generate(model, [[1] * length] * batch, NEW_TOKENS, -1, cuda_graph=way == "captured")
+            stamps = [time.perf_counter() for _ in steps]  # of tokens that the host has
+            times[way] = median(b - a for a, b in itertools.pairwise(stamps))
+        columns = "".join(f"  {way} {1e6 * found:9.1f} us" for way, found in times.items())
+        print(f"    generation, {name:10s}{columns}", flush=True)
 
 
 def tune(shape, length, device, dtype):
