@@ -244,6 +244,7 @@ def test_steps_read_ahead_are_those_read_one_by_one(data_dir):
 
 
 def test_at_most_two_steps_are_read_ahead_and_none_after_close(data_dir):
+    others = set(threading.enumerate())
     reading = loader(open_dataset(data_dir))
     asked = []
     read_step = reading.read_step
@@ -254,9 +255,9 @@ def test_at_most_two_steps_are_read_ahead_and_none_after_close(data_dir):
     reading.train_step(24)
     reading.reader.submit(int).result()
     assert asked == [0, 24, 48, 72]
-    before = threading.active_count()
+    (own,) = set(threading.enumerate()) - others
     reading.close()
-    assert threading.active_count() == before - 1
+    assert not own.is_alive()
     assert len(reading.validation("wiki", 2)) == 1
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +36,6 @@ def execute(command, directory, seconds=900, **variables):
 def ready(programs):
     """The variable PATH with these programs first."""
     return {"PATH": f"{programs}{os.pathsep}{environment()['PATH']}"}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def call_of_rank(directory, rank):

@@ -25,7 +25,8 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.flags import parse_config
 from moh_lm.supervise.errors import report_to_torchrun
-from tests.launch.running import call_of_rank, environment, execute, free_port, ready, script_arguments
+from tests.distributed import reserved_port
+from tests.launch.running import call_of_rank, environment, execute, ready, script_arguments
 from tests.tokenizing import ROOT
 
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
@@ -196,8 +197,8 @@ def test_devices_that_the_launcher_cannot_read_are_named(trainer, programs):
 
 @pytest.mark.parametrize("start", ["deepspeed --num_gpus 2 --master_port", "torchrun --nproc-per-node 2 --master-port"])
 def test_a_launcher_runs_the_script_on_two_ranks(start, trainer):
-    command = [*start.split(), free_port(), ROOT / SCRIPTS[0], "--data-dir", "my data"]
-    code, output, _ = execute(command, trainer)
+    with reserved_port() as port:
+        code, output, _ = execute([*start.split(), port, ROOT / SCRIPTS[0], "--data-dir", "my data"], trainer)
     assert code == 0, output
     assert [call_of_rank(trainer, rank)["arguments"][-2:] for rank in (0, 1)] == [["--data-dir", "my data"]] * 2
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from moh_lm.supervise.liveness import LivenessCheck, describe
 from moh_lm.supervise.secret import SECRET
-from tests.distributed import free_port, run_ranks
+from tests.distributed import reserved_port, run_ranks
 
 
 def check_of_three_ranks(hosts):
@@ -20,9 +20,10 @@ def check_of_three_ranks(hosts):
     if check:
         check.end()
     if rank == 0:  # of a store whose machine is lost
-        os.environ["MASTER_PORT"] = str(free_port())
-        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
-        lost = LivenessCheck("test", hosts)
+        with reserved_port() as port:
+            os.environ["MASTER_PORT"] = str(port)
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            lost = LivenessCheck("test", hosts)
         del store
         return first, lost.unresponsive(1)
     return second

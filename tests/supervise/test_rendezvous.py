@@ -12,7 +12,7 @@ from moh_lm.config import ConfigError
 from moh_lm.supervise import rendezvous
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.secret import SECRET, refuse_strangers
-from tests.distributed import free_port, reserved_port, run_ranks
+from tests.distributed import reserved_port, run_ranks
 
 
 @pytest.fixture
@@ -20,10 +20,11 @@ def rendezvous_port(monkeypatch):
     """Variables of rank 0 of three, at a free port."""
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", SECRET):
         monkeypatch.delenv(name, raising=False)
-    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    return place["MASTER_PORT"]
+    with reserved_port() as port:
+        place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        yield str(port)
 
 
 def test_a_port_of_another_program_is_refused_with_the_remedy(rendezvous_port, monkeypatch):

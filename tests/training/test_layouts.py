@@ -191,10 +191,11 @@ def test_pipeline_degrees_agree_to_the_bit(model, stages, precision, data_dir, t
 
 
 def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, tmp_path):
-    exact = losses(one_process("paper"))
+    few = ("--batch-tokens", "128")
+    exact = losses(one_process("paper", *few))
 
     def deviations(name, layout, expected):
-        flags = [*flags_of(layout, data_dir, tmp_path / name), "--precision", "bf16"]
+        flags = [*flags_of(layout, data_dir, tmp_path / name), *few, "--precision", "bf16"]
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
         got = losses(tmp_path / name)
         return got, max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
@@ -239,12 +240,13 @@ def test_an_offloaded_optimizer_gives_the_same_run(zero, data_dir, one_process, 
 
 def test_any_layout_goes_on_from_any_other(data_dir, one_process, tmp_path):
     model = "paper, step, grouped, window"
-    chain = [(2, 2, 1, 1, 4, False, 1), (1, 1, 2, 3, 1, True, 2), (4, 1, 1, 2, 2, False, 1)]
+    chain = [(2, 2, 1, 1, 2, False, 1), (1, 1, 2, 3, 1, True, 2), (4, 1, 1, 2, 2, False, 1)]
+    batch = ("--batch-tokens", "64")
     for last_step, (*layout, recompute, context) in enumerate(chain, start=1):
         flags = flags_of((*layout, recompute, model), data_dir, tmp_path)
         ranks = layout[0] * layout[1] * layout[2] * context
-        run_ranks(run, ranks, [*flags, "--context-parallel-size", str(context)], last_step)
-    assert_same_training(tmp_path, one_process(model), model, 3)
+        run_ranks(run, ranks, [*flags, *batch, "--context-parallel-size", str(context)], last_step)
+    assert_same_training(tmp_path, one_process(model, *batch), model, 3)
 
 
 def copy_checkpoint(flags, source):

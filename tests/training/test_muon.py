@@ -140,7 +140,7 @@ def flags_of_layout(layout, data_dir, directory):
     large: without it one process in fp32 is up to 2e-6 away from float64 in a gradient.
     """
     more = "--qk-norm --post-norm --rms-norm-eps 0.01 --z-loss 0.01 --muon-split group --save-interval 1"
-    return [*flags_of((*layout, MODEL), data_dir, directory), *SETTINGS.split(), *more.split()]
+    return [*flags_of((*layout, MODEL), data_dir, directory), *SETTINGS.split(), *more.split(), "--batch-tokens", "64"]
 
 
 def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process, tmp_path):
@@ -148,7 +148,7 @@ def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process,
     chain = [
         (4, (2, 1, 2, 3, 1, True), ""),
         (4, (1, 2, 1, 1, 2, False), "--context-parallel-size 2"),
-        (2, (1, 1, 2, 2, 4, False), "--offload-optimizer"),
+        (2, (1, 1, 2, 2, 2, False), "--offload-optimizer"),
     ]
     for (ranks, layout, more), stop in zip(chain, (2, 4, None), strict=True):
         run_ranks(run, ranks, [*flags_of_layout(layout, data_dir, tmp_path), *more.split()], stop)
