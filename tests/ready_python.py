@@ -5,7 +5,8 @@ them once. Every ``python`` of a command is a small client of it. The server for
 arguments, environment, directory and open files, and executes the script or module as ``__main__``. The client passes
 signals on and ends as the child ends. The server imports nothing of this repository, so each command has its own copy.
 
-``ready_python`` is for the tests. This file is the server too:
+``ready_python`` is for the tests. The workers of a parallel run are clients too, and so is what they fork or spawn: all
+of them share one server (conftest.py). This file is the server:
 
     python tests/ready_python.py PYTHON LISTENER        until its standard input is closed
 """
