@@ -1,4 +1,4 @@
-"""The data of a run: the sources of a data directory, their mixture, and what was read before."""
+"""The data of a run: the sources of a data directory, their mixture, and what the run has read before."""
 
 import difflib
 from pathlib import Path
@@ -47,7 +47,8 @@ class Dataset(TrainingData):
         validates: bool = True,
     ) -> "Dataset":  # fmt: skip
         """Open the sources of ``data.data_mix``, or of the whole directory. Raises ConfigError with every problem.
-        decay_begins: the first sample of ``data.decay_mix``, or None. validates: refuse sources too small for that."""
+        decay_begins: the first sample of ``data.decay_mix``, or None. validates: refuse sources too small to
+        validate."""
         problems = data_problems(data)
         raise_any(problems)
         try:
@@ -132,7 +133,7 @@ class Dataset(TrainingData):
         return {source.name: source.bytes_per_token for source in self.sources}
 
     def plan(self, num_samples: int) -> list[dict]:
-        """Return what the first ``num_samples`` samples take from each source, with the size of the source.
+        """Return what the first ``num_samples`` samples take from each source, and the size of each source.
 
         After a change of data, ``samples`` and ``epochs`` count only what is read from the source in its present form.
         """

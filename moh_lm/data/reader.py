@@ -58,7 +58,8 @@ class Shard:
 
     @contextmanager
     def document_starts(self) -> Iterator[DocumentStarts]:
-        """Yield where its documents begin, while its index is open. Raises ShardError, also later."""
+        """Context with the shard's ``DocumentStarts``, whose index is open. Raises ShardError, also inside the
+        context."""
         self.check_content()
         with files.opened(f"{self.prefix}.idx") as file:
             yield DocumentStarts(file, self.counts(), self.sums.idx)

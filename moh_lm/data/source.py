@@ -99,7 +99,7 @@ class Source:
         return []
 
     def sufficient_fraction(self) -> float | None:
-        """About the smallest fraction that holds out a window, given that every shard rounds its share down."""
+        """Return about the smallest fraction that holds out a window, since every shard rounds its share down."""
         tokens, needed = np.array([shard.num_tokens for shard in self.shards]), self.seq_length + 1
         fraction = least = 1.1 * needed / tokens.sum()
         while fraction <= 0.5:
