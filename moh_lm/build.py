@@ -167,8 +167,7 @@ def build_attention(config, layer_index, settings):
 
 
 def build_router(config, layer_index, heads, core, init_std, terms, settings):
-    """Return the router of a layer with the configuration ``config``; see moh_lm/model/router.py. terms:
-    ``loss_terms``."""
+    """Return the router of a layer configured by ``config``; see moh_lm/model/router.py. terms: ``loss_terms``."""
     if config.heads.head_selection == "all":
         return AllHeads()
     if config.heads.head_selection == "static":

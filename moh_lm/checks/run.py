@@ -1,4 +1,4 @@
-"""What is wrong with the optimizer, its schedule, the batch, the backend, the reliability and the alarms of a run."""
+"""Checks the optimizer, its schedule, the batch, the backend, the reliability and the alarms of a run."""
 
 import importlib.util
 import math
@@ -43,7 +43,7 @@ def optimizer_problems(optimizer):
 
 
 def split_problems(config):
-    """Blocks of heads have one size and are whole on a rank, and the parts of a matrix that ranks gather have one."""
+    """Check that blocks of heads have one size and are whole on a rank, and that gathered parts have one size."""
     split, tp = config.optimizer.muon_split, config.parallel.tensor_parallel_size
     if config.optimizer.optimizer != "muon":
         return []
@@ -61,7 +61,7 @@ def split_problems(config):
 
 
 def frozen_problems(config):
-    """What --train-only router needs: routers with weights, that do not rest, on one pipeline stage."""
+    """Check what --train-only router needs: active routers with weights, on one pipeline stage."""
     heads, stages = config.model.heads, config.parallel.pipeline_parallel_size
     with_weights = heads.head_selection == "mixture" and not FORMS[heads.routing].reads_queries
     if config.optimizer.train_only == "all" or (with_weights and heads.dense_warmup_iters == 0 and stages == 1):
@@ -73,7 +73,7 @@ def frozen_problems(config):
 
 
 def router_problems(config):
-    """Settings of the weights of routers where these have none."""
+    """Check that settings for router weights are only given if routers have weights."""
     heads, optimizer = config.model.heads, config.optimizer
     if heads.head_selection != "mixture" or not FORMS[heads.routing].reads_queries:
         return []
@@ -85,7 +85,7 @@ def router_problems(config):
 
 
 def schedule_problems(config):
-    """What the numbers of iterations of a run contradict."""
+    """Check that the numbers of iterations of a run agree."""
     iterations, train_iters = config.model.heads.dense_warmup_iters, config.run.train_iters
     if config.model.after(0) != config.model and train_iters is not None and iterations >= train_iters:
         return [
@@ -96,7 +96,7 @@ def schedule_problems(config):
 
 
 def decay_problems(optimizer, train_iters):
-    """A decay needs the schedule that has one, and room behind the warm-up."""
+    """Check that a decay has a schedule with a decay, and enough iterations after the warm-up."""
     given = f"--decay-iters {optimizer.decay_iters}"
     if optimizer.schedule != "wsd":
         return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
@@ -113,7 +113,7 @@ def decay_problems(optimizer, train_iters):
 
 
 def decay_mix_problems(config):
-    """Another mix needs a decay in which it is read."""
+    """Check that another mix has a decay in which it is read."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
     if not config.data.decay_mix:
         return []
@@ -136,7 +136,7 @@ def run_problems(run):
 
 
 def base_problems(run):
-    """What is wrong with a ``RunBase``, whatever is trained."""
+    """Check a ``RunBase``, whatever is trained."""
     found = below(run, 1, "micro_batch_size", "log_interval") + below(run, 0, "eval_interval", "seed")
     if not run.checkpoint_dir:
         found.append("--checkpoint-dir is missing: give the directory of this run")
@@ -149,7 +149,7 @@ def base_problems(run):
 
 
 def profile_problems(run):
-    """What is wrong with the steps to be traced."""
+    """Check the steps to be traced."""
     try:
         sound = not run.profile or (run.profiled_steps and run.profiled_steps[0] > 0)
     except ValueError:
@@ -162,7 +162,7 @@ def profile_problems(run):
 
 
 def kernel_problems(config):
-    """Kernels asked for that no program here could compile."""
+    """Check that this machine can compile the requested kernels."""
     asked = [name for name in ("fused_loss", "fused_router") if getattr(config.run, name)]
     if asked and importlib.util.find_spec("triton") is None:
         return [f"{flag(asked[0])}: the package triton is not installed; install it, or leave the flag out"]
@@ -202,7 +202,7 @@ def fused_router_problems(heads):
 
 
 def backend_problems(config):
-    """Attention backends asked for by name that could not compute this model here."""
+    """Check that a backend requested by name can compute this model on this machine."""
     backend, head_dim = config.run.attention_backend, config.model.query_dim
     if backend in ("auto", "dense") or length_problems(config.model):
         return []
@@ -232,7 +232,7 @@ def backend_problems(config):
 
 
 def batch_warmup_problems(run):
-    """What is wrong with --batch-warmup."""
+    """Check --batch-warmup."""
     batch = tokens = 0
     with suppress(ValueError):
         batch, tokens = run.first_batches
@@ -246,7 +246,7 @@ def batch_warmup_problems(run):
 
 
 def warmup_problems(config):
-    """What is wrong with --seq-length-warmup."""
+    """Check --seq-length-warmup."""
     given, whole = config.data.seq_length_warmup, config.run.seq_length
     try:
         length, iterations = config.data.length_warmup if given else (1, 1)
@@ -259,7 +259,7 @@ def warmup_problems(config):
 
 
 def window_problems(config):
-    """What the strategies of windows need, or contradict."""
+    """Check what the window strategies need or contradict."""
     run, defaults = config.run, RunConfig()
     if run.window_strategy == "fixed":
         changed = [key for key in ("window_min", "window_max") if getattr(run, key) != getattr(defaults, key)]
@@ -278,7 +278,7 @@ def window_problems(config):
 
 
 def compile_problems(run):
-    """What torch.compile needs."""
+    """Check what torch.compile needs."""
     if not run.compile:
         return []
     if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
@@ -290,7 +290,7 @@ def reliability_problems(reliability):
     found = below(reliability, 0, "save_interval", "keep_last", "keep_every", "max_skipped_steps", "spike_sigmas")
     found += below(reliability, 0, "replica_check_interval") + below(reliability, 2, "spike_window")
     found += below(reliability, 1, "hang_timeout")
-    if reliability.hang_timeout > YEAR:  # timers of the system overflow in centuries
+    if reliability.hang_timeout > YEAR:  # timers of the system overflow after centuries
         found.append(f"--hang-timeout {reliability.hang_timeout}: must be at most {YEAR}, a year; choose 1d or less")
     found += below(reliability, 1, "exit_after")
     if reliability.max_skipped_steps >= reliability.spike_window:

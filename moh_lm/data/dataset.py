@@ -47,8 +47,7 @@ class Dataset(TrainingData):
         validates: bool = True,
     ) -> "Dataset":  # fmt: skip
         """Open the sources of ``data.data_mix``, or of the whole directory. Raises ConfigError with every problem.
-        decay_begins: the first sample of ``data.decay_mix``, or None. validates: refuse sources too small to
-        validate."""
+        decay_begins: the first sample of ``data.decay_mix``, or None. validates: refuse sources too small for that."""
         problems = data_problems(data)
         raise_any(problems)
         try:

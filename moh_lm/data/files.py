@@ -94,8 +94,7 @@ def publish_own(directory: Path, files: dict[str, bytes]):
 
 
 def refuse_foreign(directory: Path, names) -> dict:
-    """Raise ConfigError if one of ``names`` was not written by ``publish_own``, or has changed. Returns {name:
-    hashes}."""
+    """Raise ConfigError if ``publish_own`` did not write one of ``names``, or if it changed. Returns {name: hashes}."""
     known = {}
     with suppress(OSError, ValueError):  # absent or damaged
         known = read_json(directory / WRITTEN)

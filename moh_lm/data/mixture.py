@@ -172,7 +172,7 @@ def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs(*arrays):
-    """Tuples of the elements as Python integers, converted 4,096 at a time to save memory."""
+    """Yield tuples of the elements as Python integers, converted 4,096 at a time to save memory."""
     for start in range(0, len(arrays[0]), 2**12):
         yield from zip(*(array[start : start + 2**12].tolist() for array in arrays), strict=True)
 

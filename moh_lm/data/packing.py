@@ -19,7 +19,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 
 ROWS = 64  # in a block
-CACHED = 256  # blocks
+CACHED = 256  # blocks kept in memory
 COUNTED = 32  # blocks of a source that ``counts`` examines
 
 

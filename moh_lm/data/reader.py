@@ -58,8 +58,7 @@ class Shard:
 
     @contextmanager
     def document_starts(self) -> Iterator[DocumentStarts]:
-        """Context with the shard's ``DocumentStarts``, whose index is open. Raises ShardError, also inside the
-        context."""
+        """Provide the ``DocumentStarts`` of the open index. Raises ShardError, also inside the context."""
         self.check_content()
         with files.opened(f"{self.prefix}.idx") as file:
             yield DocumentStarts(file, self.counts(), self.sums.idx)

@@ -37,7 +37,7 @@ NAMES = {np.dtype(code).name for code in DTYPES.values()}
 # A tokenizer is the first of these (SentencePiece's, LLaMA-3's), or the others (Hugging Face's; the last is optional).
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
-CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # validation fractions whose cuts the manifest records
+CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # fractions whose cuts the manifest records
 
 
 def tokenizer_files(directory: str | Path) -> list[Path]:

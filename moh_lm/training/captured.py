@@ -8,17 +8,17 @@ backward pass returns the gradients that the graph has written. DeepSpeed's hook
 and its buckets, sums over micro-batches and reductions are those of an uncaptured run.
 
 A graph repeats kernels and no Python. The shares and the coefficient that routers follow are tensors that change in
-place (``BatchContext``). What else Python decides about a micro-batch is its kind, and a micro-batch of another kind,
-such as the first after a dense warm-up, is recorded anew. What a pass adds to lists, such as rows of routers, is taken
-from them during the capture, and every replay adds a copy of it.
+place (``BatchContext``). All other decisions of Python about a micro-batch form its kind, and a micro-batch of another
+kind, such as the first after a dense warm-up, is recorded again. Tensors that a pass adds to lists, such as rows of
+routers, are taken from them during the capture, and every replay adds copies of them.
 """
 
 from typing import NamedTuple
 
 import torch
 
-WARMUPS = 3  # in which libraries choose kernels and allocate what a capture must not
-TOLERANCE = 1e-4  # of a difference from the uncaptured loss, relative to 1 + the loss; besides rounding, of gradients
+WARMUPS = 3  # runs in which libraries choose kernels and make allocations that a capture forbids
+TOLERANCE = 1e-4  # largest difference of the loss, relative to 1 + the loss, and of gradients besides rounding
 
 
 class Outputs(NamedTuple):
@@ -87,7 +87,7 @@ class CapturedMicroBatch:
 
 
 class Replay(torch.autograd.Function):
-    """The mean loss and the losses of the micro-batch whose data are in the inputs of a graph."""
+    """Returns the mean loss and the losses of the micro-batch whose data are in the inputs of a graph."""
 
     @staticmethod
     def forward(ctx, captured, *weights):
@@ -103,7 +103,7 @@ class Replay(torch.autograd.Function):
         for parts, part in zip(ctx.captured.recorders(), outputs.parts, strict=True):
             if part is not None:
                 parts.add(part.clone())
-        return None, *outputs.gradients  # autograd copies what others hold
+        return None, *outputs.gradients  # autograd copies tensors that others hold
 
 
 def capture_on_gpu(function):
@@ -122,7 +122,7 @@ def capture_on_gpu(function):
 
 def differences(found, exact):
     """Return the difference of the mean losses, relative to 1 + the loss, and the largest of any gradient, relative to
-    the largest of that gradient. What is not finite in both counts as equal."""
+    the largest of that gradient. Values that are not finite in both count as equal."""
     pairs = [(mine, right) for mine, right in zip(found.gradients, exact.gradients, strict=True) if right is not None]
     of_gradients = [distance(*pair) / pair[1].nan_to_num().abs().max().clamp_min(1e-30) for pair in pairs]
     loss = distance(found.mean, exact.mean) / (1 + exact.mean.nan_to_num().abs())
