@@ -187,8 +187,9 @@ def test_a_type_of_weights_that_cannot_be_read_is_named(tool, small, tmp_path, m
     assert code == 2 and "has weights of the type F16, which cannot be read; take a Q8_0" in errors
 
 
-def test_the_missing_package_is_named(tool, small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_the_missing_package_is_named(package, tool, small, tmp_path, monkeypatch):
     write_gguf(tmp_path / "small.gguf", small)
-    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, package, None)
     code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
-    assert code == 2 and "is read with the package gguf: pip install -e '.[real]'" in errors
+    assert code == 2 and f"is read with the package {package}: pip install -e '.[real]'" in errors

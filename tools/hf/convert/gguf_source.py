@@ -45,9 +45,10 @@ def hugging_face_form(model, output):
 def check(path):
     """Raise ConfigError unless transformers can read everything in the GGUF file ``path``."""
     try:
+        import accelerate  # noqa: F401 - transformers needs it for the weights
         import gguf
     except ImportError as error:
-        needs = "a GGUF file is read with the package gguf: pip install -e '.[real]'"
+        needs = f"a GGUF file is read with the package {error.name}: pip install -e '.[real]'"
         raise ConfigError([f"--model {path}: {needs}"]) from error
     try:
         reader = gguf.GGUFReader(path)
