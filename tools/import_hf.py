@@ -201,8 +201,7 @@ def describe_vocabulary(old, new, num_spelled):
 
 
 def say_plan(config, source, parts, facts, sample, tokenizer):
-    """Print the model, the sources of its parameters, and sizes. sample: the text that ranked the heads, or a
-    reason."""
+    """Print the model, the sources of its parameters, and sizes. sample: what ranked the heads, or why nothing did."""
     from moh_lm.cost.summary import describe_model
 
     print("\n".join(describe_model(config)))

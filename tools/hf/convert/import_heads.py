@@ -1,4 +1,4 @@
-"""Which heads an imported model gets: those of its source, of the flags, or that a sample of text shows to matter."""
+"""Chooses the heads of an imported model: those of its source, of the flags, or those that matter on sample text."""
 
 from dataclasses import fields, replace
 
@@ -22,7 +22,7 @@ def wanted_heads(arguments, values):
         if texts is not None:
             try:
                 value = read_value(entry, texts)
-                if entry.name != "routing_dtype" and given.get(entry.name, value) != value:  # which one may choose
+                if entry.name != "routing_dtype" and given.get(entry.name, value) != value:  # the dtype may be chosen
                     ours = f"--released {arguments.released}: has {flag(entry.name)} {given[entry.name]}"
                     problems.append(f"{ours}, not {value}; leave one of the flags out")
                 given[entry.name] = value
@@ -30,7 +30,7 @@ def wanted_heads(arguments, values):
                 problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     raise_any(problems)
     if values.get("model_type") not in ARCHITECTURES:
-        return HeadsConfig(head_selection="all")  # refused by ``model_config``, with all else that is wrong
+        return HeadsConfig(head_selection="all")  # ``model_config`` refuses it, with all other problems
     own = own_heads(values)
     if own.head_selection == "all":
         idle = sorted(given.keys() - {"head_selection"})
@@ -40,7 +40,7 @@ def wanted_heads(arguments, values):
     every = values.get("layer_heads") or [values.get("num_attention_heads")] * len(own.num_shared_heads)
     is_gated = own.routing in GATED and list(own.num_shared_heads) == every
     if is_gated and given.get("head_selection") == "gated":
-        del given["head_selection"]  # it is short for what is there
+        del given["head_selection"]  # it is short for the other settings
     changed = {}
     for key, value in given.items():
         there = getattr(own, key)
@@ -56,7 +56,7 @@ def wanted_heads(arguments, values):
 
 
 def sample_problems(arguments, config, values):
-    """Sentences for a choice of shared heads that cannot be made; ``arguments.select_shared`` is None by default."""
+    """Return sentences if shared heads cannot be chosen as requested; ``arguments.select_shared`` may be None."""
     given = [name for name in ("sample_data", "sample_text") if getattr(arguments, name)]
     if arguments.select_shared == "first":
         return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
@@ -68,10 +68,10 @@ def sample_problems(arguments, config, values):
 
 
 def keeps_order(arguments, config, values):
-    """Why no other heads than the first can become the shared ones, in words with a remedy; "" where others can."""
+    """Return why only the first heads can become the shared ones, with a remedy, or "" if others can."""
     if config.heads.head_selection == "all":
         return "all heads are on; give --head-selection mixture, or leave it out"
-    has_code = values["model_type"] != "moh_llama" and values.get("auto_map")  # which selects heads by their place
+    has_code = values["model_type"] != "moh_llama" and values.get("auto_map")  # the code selects heads by their place
     if own_heads(values).head_selection != "all" or arguments.released or has_code:
         trained = "the source is trained with its shared heads in their places, which another order would break"
         return f"{trained}; leave it out"
@@ -84,10 +84,10 @@ def keeps_order(arguments, config, values):
 
 
 def find_sample(arguments, config, values, vocab_size, length, tokenizer):
-    """(tokens int64 [b, s] on which the heads are ranked, where they come from), or (None, why they keep their order).
+    """Return (tokens int64 [b, s] that rank the heads, their source), or (None, why the heads keep their order).
 
-    By default this is the documentation of Python, where the model has a tokenizer that can be read. vocab_size: of
-    the source. tokenizer: path of its tokenizer.model, or None. Raises ConfigError for a sample that was asked for.
+    By default this is the documentation of Python, if the model has a readable tokenizer. vocab_size: of the source.
+    tokenizer: path of its tokenizer.model, or None. Raises ConfigError for problems of a requested sample.
     """
     if arguments.select_shared == "first":
         return None, "as --select-shared first says"

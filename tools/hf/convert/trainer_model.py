@@ -19,7 +19,7 @@ from tools.hf.convert.import_config import model_config, read_config
 
 
 def load(arguments, attention_backend="auto"):
-    """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
+    """Return (model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
     if not os.path.isdir(directory):
         remedy = "give a run, a step or an export, or import a model of the hub by tools/import_hf.py first"
