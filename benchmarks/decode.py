@@ -3,26 +3,26 @@
     python benchmarks/decode.py [--shapes llm-s llm-b llama3-8b] [--lengths 2048 8192 32768] [--batches 1 4]
                                 [--active 50 75] [--threads 1] [--rounds 9] [--dtype float32]
 
-One layer of a model, without projections and router. Heads are drawn at random for each row; in ``llama3-8b`` four
-query heads share keys and values, and a token selects heads or (``groups``) whole groups of them. Every contestant
-reads one cache after another, so many that none stays in the processor's own (``CACHES_BYTES``). Shown are which share
-of the keys and values is read, the median time of a token in a layer, and the median over the rounds of its ratio to
-the base in the same round.
+It times one layer of a model, without projections and router. Heads are drawn at random for each row; in ``llama3-8b``
+four query heads share keys and values, and a token selects heads or (``groups``) whole groups of them. Every contestant
+reads one cache after another, so many that none stays in the processor's own (``CACHES_BYTES``). The program shows the
+share of the keys and values that is read, the median time of a token in a layer, and the median over the rounds of its
+ratio to the base in the same round.
 
     all, equal lengths     scaled dot-product attention without a mask: the base
-    all, mask              the same under a mask of each row's length: what generation computes with ``dense``
+    all, mask              the same with a mask of each row's length, as generation computes it with ``dense``
     all, as selected       the next one with every head selected
     selected               on a CPU loops over rows and heads, on a GPU the backend triton
-    own keys               selected heads that keep their own tokens only (--routed-keys selected; CPU)
+    own keys               selected heads that keep only their own tokens (--routed-keys selected; CPU)
 
-Times are those of benchmarks/attention.py. On a GPU the fastest tiles and number of splits are sought first, at the
-longest length, one row, 50%, printed, and used.
+Times are those of benchmarks/attention.py. On a GPU, the program first finds the fastest tiles and number of splits for
+the longest length, one row and 50%, prints them, and uses them.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     from benchmarks.flags import checked, decode_flags
 
@@ -45,10 +45,10 @@ from moh_lm.inference.selected_kv_cache import SelectedKVCache
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.router import select
 
-CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or an H200's of 50 MB
+CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or the 50 MB of an H200
 BASE = "all, equal lengths"
 TILES = [(16, 32, 4, 3), (16, 32, 4, 4), (16, 32, 8, 4), (16, 64, 4, 3), (16, 64, 8, 3), (16, 128, 8, 2)]
-PROGRAMS = (4, 8, 16)  # per multiprocessor
+PROGRAMS = (4, 8, 16)  # programs per multiprocessor
 
 
 def main(options):
@@ -64,7 +64,7 @@ def main(options):
 
 
 def make_inputs(shape, length, batch, device, dtype):
-    """(query [b, h, e], [(keys, values) of each layer], lengths): caches without room left."""
+    """Return (query [b, h, e], [(keys, values) of each layer], lengths) with full caches."""
     _, heads, kv_heads, head_dim = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -78,7 +78,7 @@ def make_inputs(shape, length, batch, device, dtype):
 
 
 def route(shape, active, batch, device, unit=1, seed=0):
-    """(active heads, gates) of a token per row, both [b, h], of experts of ``unit`` heads."""
+    """Return (active heads, gates) of a token per row, both [b, h], for experts of ``unit`` heads."""
     heads = shape[1]
     num_shared, num_active = (number // unit for number in budgets(heads, active))
     scores = torch.rand(batch, heads // unit, generator=torch.Generator().manual_seed(seed))
@@ -88,7 +88,7 @@ def route(shape, active, batch, device, unit=1, seed=0):
 
 
 def contestants(shape, percents, inputs):
-    """{name: (function that reads every cache, its layers, share of the keys and values that it reads)}."""
+    """Return {name: (function that reads every cache, its layers, share of the keys and values that it reads)}."""
     query, caches, lengths = inputs
     batch, heads = query.shape[:2]
     group = heads // shape[2]
@@ -126,7 +126,7 @@ def contestants(shape, percents, inputs):
 
 
 def own_keys(shape, percent, unit, inputs, active, gates):
-    """The same from ``SelectedKVCache``; every token of a cache has a routing of its own."""
+    """Return the same for ``SelectedKVCache``; every token of a cache has its own routing."""
     query, caches, lengths = inputs
     _, _, kv_heads, head_dim = shape
     used, _ = route(shape, percent, int(lengths[0]), query.device, unit, seed=1)
@@ -134,7 +134,7 @@ def own_keys(shape, percent, unit, inputs, active, gates):
     for own, cache in zip(kept, caches, strict=True):
         for row, (keys, values) in enumerate(zip(*cache, strict=True)):
             own.add(row, keys.transpose(0, 1), values.transpose(0, 1), used)
-    share = active * used.float().mean(0)  # of the tokens, that a head reads
+    share = active * used.float().mean(0)  # share of the tokens that a head reads
     return lambda: [own.attend(query, active) * gates.unsqueeze(-1) for own in kept], share
 
 
@@ -154,7 +154,7 @@ def report(title, functions, rounds, device):
 def tune(shape, length, device, dtype):
     """Time every choice of tiles and number of programs, print the fastest, and use it from here on."""
     triton_decode = decode.triton_decode
-    too_large = triton_decode.triton.runtime.errors.OutOfResources  # for the shared memory of this GPU
+    too_large = triton_decode.triton.runtime.errors.OutOfResources  # of shared memory
     function = contestants(shape, [50], make_inputs(shape, length, 1, device, dtype))["selected 50%"][0]
     found = []
     for tile, programs in itertools.product(TILES, PROGRAMS):

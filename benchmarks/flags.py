@@ -1,4 +1,4 @@
-"""The flags of the three programs that time, and the shapes they know: read before the imports that take seconds."""
+"""The flags of the timing programs, and the shapes they know; read before the imports that take seconds."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ KERNELS = Path(__file__).resolve().parents[1] / "moh_lm" / "kernels"  # where --
 
 
 def checked(read, *arguments):
-    """What ``read(*arguments)`` returns; what must be fixed is one line on standard error, and exit code 2."""
+    """Return what ``read(*arguments)`` returns. A mistake is one line on standard error, and exit code 2."""
     try:
         return read(*arguments)
     except ConfigError as error:
@@ -124,7 +124,7 @@ def gpu_flags(texts):
 
 
 def device_flags(parser, rounds):
-    """The flags of what runs on the GPU, if there is one, or else on the CPU."""
+    """Add the flags of programs that run on the GPU, if there is one, or else on the CPU."""
     parser.add_argument("--threads", type=at_least(1), default=1)
     parser.add_argument("--rounds", type=at_least(1), default=rounds)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))

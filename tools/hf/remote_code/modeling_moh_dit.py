@@ -84,8 +84,7 @@ class MoHDiTModel(ModelMixin, ConfigMixin):
         )
 
     def forward(self, hidden_states, timestep, class_labels):
-        """Map images [b, c, H, W], steps and classes, int64 [b], to noise and range [b, 2c, H, W]. num_classes:
-        none."""
+        """Map images [b, c, H, W], steps and classes, int64 [b], to noise and range [b, 2c, H, W]."""
         proj, p = self.x_embedder["proj"], self.config.patch_size
         patches = proj(hidden_states.to(proj.weight.dtype))
         side, dtype = patches.shape[-1], patches.dtype
