@@ -79,7 +79,7 @@ def main(options):
         tuned = [length for length in options.lengths if length <= LONGEST_TUNED]
         new, passed = check_and_tune(new, [SHAPES[name] for name in options.shapes], tuned, device, dtype)
         if options.save and not passed:
-            sys.exit("--save: nothing is written, since auto must not take kernels that failed a check (see above)")
+            sys.exit("--save: nothing is written, since auto must not use kernels that failed a check (see above)")
     sparse, ratios, elements = "triton" if device.type == "cuda" else "cpu_sparse", {}, []
     for level, shape, active, length in product(options.levels, options.shapes, options.active, options.lengths):
         batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)

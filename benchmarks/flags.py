@@ -47,10 +47,10 @@ def attention_flags(texts):
     parser.add_argument("--micro-batch", type=at_least(1))
     parser.add_argument("--documents", type=at_least(1), help="their mean length in tokens (default: none)")
     parser.add_argument("--window", type=at_least(0), default=0, help="keys that a token sees; 0: all before it")
-    parser.add_argument("--save", action="store_true", help="let auto go by these figures on this machine")
+    parser.add_argument("--save", action="store_true", help="let auto use these times on this machine")
     options = parser.parse_args(texts)
     if options.save and (options.documents or options.window or "layer" not in options.levels):
-        parser.error("--save: auto goes by whole layers without --documents and --window; leave out these and --levels")
+        parser.error("--save: auto uses whole layers without --documents and --window; leave out these and --levels")
     if options.save and not os.access(KERNELS, os.W_OK):
         parser.error(f"--save: {KERNELS} cannot be written to; run it in a checkout of your own")
     return options

@@ -80,7 +80,7 @@ def main(script, *flags):
         runner.main([*places, "--log_level", level, script, *flags])
         if launcher and launcher[-1].returncode < 0:  # the runner does not report this
             name = signal.Signals(-launcher[-1].returncode).name
-            print(f"{script}: {name} ended the launcher; its ranks may still run, so look for them", file=sys.stderr)
+            print(f"{script}: {name} ended the launcher; its ranks may still run; check for them", file=sys.stderr)
             return 128 - launcher[-1].returncode
     except (RuntimeError, ValueError) as error:  # such as for an invalid line, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)

@@ -128,7 +128,7 @@ def make_parser(config_type=Config):
     parser = Parser(prog=f"python -m {config_type.program}", usage="%(prog)s [flags]", description=config_type.about)
     add_config_flags(parser, config_type)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
-    parser.add_argument("--save-config", metavar="FILE.yaml", help="with --dry-run: write the flags for --config")
+    parser.add_argument("--save-config", metavar="FILE.yaml", help="with --dry-run: file to write for --config")
     help_of_devices = "with --dry-run: plan for this many devices (default: those that were started)"
     parser.add_argument("--devices", type=at_least(1), metavar="N", help=help_of_devices)
     help_of_name = "with --dry-run: plan for these GPUs, such as H100, even on a machine without any"
@@ -157,7 +157,7 @@ def add_config_flags(parser, config_type=Config):
         )
     presets = dict(choices=config_type.presets, help=config_type.of_presets)
     parser.add_argument("--preset", action=LaterWins, replaces=None, **presets)
-    parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="file of flags, NAME: VALUE each")
+    parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="file with lines NAME: VALUE")
 
 
 class LaterWins(argparse.Action):

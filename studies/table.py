@@ -127,7 +127,7 @@ def add_comparison_flags(parser, variants, rates, seeds=SEEDS):
         "limit)")  # fmt: skip
     add("--plan", action="store_true", help="show what would be trained and exit")
     add("--times", type=at_least(1), metavar="ROUNDS", help="instead of training, measure the seconds of "
-        "a step of each variant, by turns, in so many rounds")  # fmt: skip
+        "a step of each variant in turns, in this many rounds")  # fmt: skip
 
 
 def parse_sized(program, description, table, texts, rates, seeds=SEEDS, sizes=None):

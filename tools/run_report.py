@@ -47,7 +47,7 @@ def run(arguments):
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
     foreign = output.is_file() and b'content="MoH-LM"' not in output.read_bytes()[:4096]
     if foreign and not arguments.output and len(arguments.runs) > 1:  # a single run's page belongs to its run directory
-        raise ConfigError([f"{output}: is no page of this program; move it, or give --output FILE.html"])
+        raise ConfigError([f"{output}: is not a page of this program; move it, or give --output FILE.html"])
     kind, *others = map(kind_of_run, arguments.runs)
     for run, other in zip(arguments.runs[1:], others, strict=True):
         if other is not kind:

@@ -182,7 +182,7 @@ class Saver:
             if free < need:
                 return [
                     f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
-                    "make room, or keep fewer steps by --keep-last, and start the same command again"
+                    "make room, or keep fewer steps with --keep-last, and run the same command again"
                 ]
             temporary.mkdir(parents=True)
         except OSError as error:

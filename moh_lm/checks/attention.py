@@ -84,7 +84,7 @@ def width_problems(model):
         heads = " ".join(map(str, model.head_counts))
         return [f"{given} has {len(widths)} numbers: give one for each of --num-attention-heads {heads}"]
     found = [
-        f"{given} {width}: the first {turned} of its features would rotate, in pairs; choose an even number, 2 or above"
+        f"{given} {width}: the first {turned} of its features rotate in pairs; choose an even number, 2 or above"
         for width in sorted({*widths})
         if "rotary" in model.position and 0 < model.rotary_fraction <= 1
         if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2

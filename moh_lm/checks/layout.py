@@ -57,7 +57,7 @@ def rank_problems(parallel, world_size):
     product, need = (f" = {ranks}", "need") if len(degrees) > 1 else ("", "needs")
     return [
         f"{given}{product}: {need} a multiple of {ranks} processes, and {world_size} "
-        f"{'was' if world_size == 1 else 'were'} started; start {ranks}, as by torchrun --nproc-per-node {ranks}, or "
+        f"{'was' if world_size == 1 else 'were'} started; start {ranks}, as with torchrun --nproc-per-node {ranks}, or "
         "choose smaller degrees"
     ]
 
@@ -73,7 +73,7 @@ def pipeline_problems(config):
             f"choose --zero-stage 1, or --pipeline-parallel-size 1"
         )
     if parallel.offload_optimizer:
-        found.append("--offload-optimizer: not together with a pipeline; choose --pipeline-parallel-size 1")
+        found.append("--offload-optimizer: does not work with a pipeline; choose --pipeline-parallel-size 1")
     if pp > config.model.num_layers:
         found.append(
             f"--pipeline-parallel-size {pp}: there are more stages than decoder layers; choose at most "
@@ -108,7 +108,7 @@ def tensor_problems(model, tp):
     shared_by = model.queries_per_key
     found = []
     if model.intermediate_size % tp:
-        found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
+        found.append(f"--intermediate-size {model.intermediate_size}: not divisible by --tensor-parallel-size {tp}")
     for layer in range(model.num_layers):
         of, leading = model.of_layer(layer), model.always_on_heads(layer)
         heads, keys, step = of.num_attention_heads, of.num_key_value_heads, tp * shared_by

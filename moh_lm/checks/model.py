@@ -93,7 +93,7 @@ def group_problems(model):
     """Check what contradicts choosing heads inside their key/value groups."""
     if not model.chooses_in_groups:
         return []
-    given, heads, fixed = "--routing-unit head_in_group", model.heads, "every token uses as many heads of each group"
+    given, heads, fixed = "--routing-unit head_in_group", model.heads, "each group has equally many active heads"
     found = attention.refusals(
         given,
         (
@@ -132,7 +132,7 @@ def top_p_problems(heads):
         return [f"--routing-top-p {top_p:g}: probabilities in {heads.routing_dtype} do not add up; leave one flag out"]
     if heads.router_gumbel_noise > 0:
         given = f"--routing-top-p {top_p:g}"
-        return [f"{given}: with --router-gumbel-noise fewer heads add up to it in training only; leave one flag out"]
+        return [f"{given}: in training, fewer heads add up to it with --router-gumbel-noise; leave one flag out"]
     reason = REFUSED.get(heads.routing, {}).get("routing_top_p")
     if reason:
         return [
@@ -191,7 +191,7 @@ def bias_problems(model):
     given = f"--load-balance-bias-rate {heads.load_balance_bias_rate:g}"
     if heads.routing_top_p is not None:
         return [
-            f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of what is selected, and a "
+            f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of selected heads, and a "
             "bias changes their order; leave one of them out"
         ]
     if heads.routing_dtype != "fp32":
@@ -257,7 +257,7 @@ def uneven_budget(model, layer):
         return None
     near = min(shared // keys, r - 1)
     return (
-        f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit head_in_group has as many "
-        f"in each of {keys} groups; choose multiples of {keys}, such as {near * keys} and "
+        f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit head_in_group has "
+        f"equally many in each of {keys} groups; choose multiples of {keys}, such as {near * keys} and "
         f"{min(max(1, active // keys), r - near) * keys}"
     )

@@ -24,7 +24,7 @@ def plan_warnings(config, dataset):
         yield f"--warmup-iters {warmup}: the run of {iterations} iterations {found}; {choose}"
     if rate > HIGH_RATE:
         yield (
-            f"--learning-rate {rate:g}: is high. AdamW moves a weight by about that in a step, and weights begin with "
+            f"--learning-rate {rate:g}: is high. AdamW moves a weight by about this in a step, and weights begin with "
             f"a standard deviation of 0.02; choose at most {HIGH_RATE:g}"
         )
     for section, key, least, most, choice in UNUSUAL:
@@ -38,7 +38,7 @@ def plan_warnings(config, dataset):
             "selected; choose fewer, or --head-selection gated"
         )
     if config.data.validation_fraction > 0.5:
-        yield f"--validation-fraction {config.data.validation_fraction:g}: less is left to train on than is held out"
+        yield f"--validation-fraction {config.data.validation_fraction:g}: less is left for training than is held out"
     if dataset is None:
         yield f"--data-dir {config.data.data_dir}: does not exist; a run needs it"
         return

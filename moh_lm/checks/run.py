@@ -89,7 +89,7 @@ def schedule_problems(config):
     iterations, train_iters = config.model.heads.dense_warmup_iters, config.run.train_iters
     if config.model.after(0) != config.model and train_iters is not None and iterations >= train_iters:
         return [
-            f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose less than the "
+            f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose fewer than the "
             f"{train_iters} iterations of the run"
         ]
     return decay_problems(config.optimizer, train_iters)
@@ -209,7 +209,7 @@ def backend_problems(config):
     given = f"--attention-backend {backend}"
     found = []
     if backend == "groups" and not config.model.chooses_in_groups:
-        found.append(f"{given}: needs as many heads of every group; add --routing-unit head_in_group, or choose auto")
+        found.append(f"{given}: needs equally many heads per group; add --routing-unit head_in_group, or choose auto")
     if config.run.compile and backend == "cpu_sparse":
         found.append(f"--compile: does not support {given}, whose shapes vary; choose auto")
     if "cope" in config.model.position:
@@ -268,7 +268,7 @@ def window_problems(config):
     if run.window_max < run.window_min:
         found.append(f"--window-max {run.window_max}: must be at least --window-min {run.window_min}")
     if run.window_strategy == "sequence" and {*config.model.window} != {config.half_window()}:
-        were = f"the windows are {' '.join(map(str, sorted({*config.model.window})))}, and {config.half_window()} by it"
+        were = f"the windows are {' '.join(map(str, sorted({*config.model.window})))}, not {config.half_window()}"
         found.append(f"{given}: {were}; leave --window out, or resume with the run's --seq-length")
     if run.window_strategy == "entropy" and run.compile:
         found.append(f"{given}: its windows change with every step, and --compile needs fixed ones; leave that out")
@@ -301,7 +301,7 @@ def reliability_problems(reliability):
     if reliability.absurd_factor != 0 and not 100 <= reliability.absurd_factor < math.inf:
         found.append(
             f"--absurd-factor {reliability.absurd_factor:g}: must be 100 or above, or sound steps would be skipped; "
-            "choose 1e6, or 0 to take any finite step"
+            "choose 1e6, or 0 to accept any finite step"
         )
     if reliability.keep_every and not reliability.keep_last:
         found.append(f"--keep-every {reliability.keep_every}: all checkpoints are kept already; give --keep-last too")

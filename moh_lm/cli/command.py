@@ -74,7 +74,7 @@ def output_path(text):
     for place in (path := Path(os.path.realpath(text)), *path.parents):
         is_step = all(os.path.exists(place / name) for name in ("manifest.json", "state.json"))
         if is_step or (place.parent.name == "checkpoints" and STEP_NAME.fullmatch(place.name)):
-            raise ValueError(f"lies in a checkpoint, {place}; give a path outside of it")
+            raise ValueError(f"lies in a checkpoint, {place}; give a path outside it")
     return Path(text)
 
 

@@ -91,7 +91,7 @@ class Dataset(TrainingData):
         notes += [f"not in --data-mix: {', '.join(unused)}"] if unused else []
         notes += [
             f"source {source.name}: manifest.json does not list {len(source.unlisted)} of its shards, such as "
-            f"{source.unlisted[0]}; they are not used until data_prep/tokenize.py has been run to its end"
+            f"{source.unlisted[0]}; they are not used until data_prep/tokenize.py has finished"
             for source in sources
             if source.unlisted
         ]

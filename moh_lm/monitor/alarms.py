@@ -114,7 +114,7 @@ class Alarms:
         limit = self.settings.alarm_slow_rank
         slowest = slowest_rank(ranks) if ranks and limit else None
         if slowest and slowest.seconds > limit * slowest.median:
-            text = f"{slowest.seconds:.3g} s per step of its own work, the median of ranks like it {slowest.median:.3g}"
+            text = f"{slowest.seconds:.3g} s of own work per step; the median of ranks like it is {slowest.median:.3g}"
             yield (SLOW_RANK, slowest.rank, None), text
 
     def beyond(self, key, value, low, high):

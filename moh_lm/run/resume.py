@@ -68,7 +68,7 @@ def resume(task, state, event_log, progress):
     training = {} if begins else differing(of_training(config), before, now)
     for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
         if fields:
-            event_log.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
+            event_log.add(event, saved["step"], f"resuming with another {', '.join(fields)}", changes=fields)
     averaged = all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
     if not begins and averaged != (state.engine.ema_decay > 0):
         log_rank0(f"{'the' if averaged else 'a'} moving average of the weights {'ends' if averaged else 'begins'} here")
@@ -295,19 +295,19 @@ def trace_of_checkpoints(directory, event_log):
     saved = event_log.last("saved")
     begun = event_log.last("import")
     if begun and not saved:
-        return f"{directory}: the import of {begun['source']} (events.jsonl) is not there"
+        return f"{directory}: the import of {begun['source']} (events.jsonl) is missing"
     if saved:
-        return f"{directory}: step {saved['step']} was saved (events.jsonl) and is not there"
+        return f"{directory}: step {saved['step']} was saved (events.jsonl) but is missing"
     remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []
     if remains:
         return f"{remains[0]}: is all that is left of the run's checkpoints"
     run = Path(directory).parent
     logged, interval = last_step(run / "metrics.jsonl"), saved_every(run / "config.json")
     if interval and logged > 2 * interval:  # the second save waited for the first
-        return f"{directory}: empty, though metrics.jsonl knows step {logged} and saves were due every {interval}"
+        return f"{directory}: empty, although metrics.jsonl reaches step {logged} and saves were due every {interval}"
     drawn = first_drawn(run)
     if drawn and not (run / "metrics.jsonl").exists():  # the row is written before the drawing
-        return f"{run / 'metrics.jsonl'}: is not there, nor any checkpoint, though tensorboard/ knows step {drawn}"
+        return f"{run / 'metrics.jsonl'}: is missing, like all checkpoints, although tensorboard/ reaches step {drawn}"
     return None
 
 

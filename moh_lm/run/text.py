@@ -112,8 +112,8 @@ def budget_problems(config, saved, before):
         return []  # it was given as --train-iters
     needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
     return [
-        f"--train-tokens {run.train_tokens} would end at step {run.train_iters}, as if all of the {read} tokens read "
-        f"were of --seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
+        f"--train-tokens {run.train_tokens} would end at step {run.train_iters}, as if all {read} tokens so far had "
+        f"--seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
     ]
 
 

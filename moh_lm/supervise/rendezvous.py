@@ -40,7 +40,7 @@ def rendezvous_store():
     while store.add("ranks", 0) < world_size or absent_ranks(meeting, world_size):
         if refusal := meeting.read("refused"):
             wait_for_listeners(store)
-            raise RendezvousError([f"{refusal} cannot begin, and says why; the other ranks end"])
+            raise RendezvousError([f"{refusal} cannot start and prints the reason; the other ranks end"])
         if time.monotonic() > deadline:
             absent = absent_ranks(meeting, world_size)
             who = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:8])}{', ...' * (len(absent) > 8)}"

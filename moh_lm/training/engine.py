@@ -181,7 +181,7 @@ class Engine:
             raise BadNumbers("; ".join(out_of_range[:3] + more))
         lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
         if lasting:
-            raise BadNumbers(f"{'; '.join(lasting)}; still so after weights were written from their fp32 masters again")
+            raise BadNumbers(f"{'; '.join(lasting)}; rewriting the weights from their fp32 masters did not help")
 
     def largest_weight(self):
         """Return the largest magnitude of this rank's master and frozen weights, []; NaN if one is NaN."""

@@ -62,7 +62,7 @@ class StepCheck:
         moh_lm.training.deepspeed.norms.
         """
         if self.stats:
-            raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
+            raise NotExamined("DeepSpeed asked twice for a step's gradient norm: its second update was not checked")
         sums = self.sums.reduce().sum(0)
         norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in copies]
         of_rank = [sums[0], norm, torch.stack(norms).max() if norms else norm, self.largest_weight()]
@@ -85,7 +85,7 @@ class StepCheck:
     def result(self):
         """Return the ``GradientStats`` of the step. Raises NotExamined."""
         if not self.stats:
-            raise NotExamined("DeepSpeed never asked for the gradient norm of this step: its update was not looked at")
+            raise NotExamined("DeepSpeed never asked for the gradient norm of this step: its update was not checked")
         return self.stats
 
     def bad_sequences(self):

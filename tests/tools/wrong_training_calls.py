@@ -8,7 +8,7 @@ TRAINING = {
         --lr 3e-4 | flag --lr is unknown: did you mean --learning-rate?
         --checkpoint runs/x | flag --checkpoint is unknown: did you mean --checkpoint-dir?
         --tp 2 | flag --tp is unknown: did you mean --tensor-parallel-size?
-        --qqq 2 | flag --qqq is unknown: --help lists what there is
+        --qqq 2 | flag --qqq is unknown: --help lists all of them
         stray | argument 'stray' belongs to no flag: remove it
         --num-layers banana | --num-layers banana: write a whole number
         --num-layers | --num-layers: needs a value

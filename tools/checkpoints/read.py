@@ -159,7 +159,7 @@ def uncovered(shape, found_shape, shards):
     dims = {None if partition is None else partition.dim for partition in shards}
     cuts = sorted(cut for partition in shards if partition for cut in partition.ranges)
     if len(dims) > 1 or (cuts and not tiles(cuts, shape[dims.pop()])):
-        return "its slices do not make a whole"
+        return "its slices do not form the whole parameter"
     for partition, pieces in shards.items():
         spans = sorted((piece.start, piece.start + piece.length) for piece in pieces)
         if not tiles(spans, math.prod(shard_shape(shape, partition))):

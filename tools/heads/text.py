@@ -52,14 +52,14 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
             windows = read_shards(entry, name, place, tokenizer, seq_length, num_tokens)
             domains = [Domain(name, windows, Counter()) for name, windows in windows.items()]
         elif not separator or not name:
-            raise ConfigError([f"--data {entry}: is no directory of shards; give one, or NAME=FILES or NAME=DIR"])
+            raise ConfigError([f"--data {entry}: is not a directory of shards; give one, or NAME=FILES or NAME=DIR"])
         else:
             domains = [read_text(name, place, tokenizer, seq_length, num_tokens, text_key)]
         for domain in domains:
             if re.search("[\ud800-\udfff]", domain.name):
                 raise ConfigError([f"--data {entry}: its name is not UTF-8; give NAME=FILES with one in UTF-8"])
             if domain.name in found:
-                raise ConfigError([f"--data {entry}: {domain.name} is there already; give each domain its name"])
+                raise ConfigError([f"--data {entry}: {domain.name} is given twice; give each domain its own name"])
             found[domain.name] = domain
     largest = {name: max(int(window.max()) for window in domain.windows) for name, domain in found.items()}
     problems = [

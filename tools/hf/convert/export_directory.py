@@ -25,13 +25,13 @@ def output_problems(output, overwrite):
         if not output.exists() or not any(output.iterdir()):
             return []
         if not (output / LIST).is_file():
-            return [f"--output {output}: is not empty and no export; give another directory"]
+            return [f"--output {output}: is not empty and not an export; give another directory"]
         if not overwrite:
             return [f"--output {output}: has an export already; add --overwrite, or give another directory"]
         written = read_json(output / LIST)["files"]
         others = sorted({Path(name).parts[0] for name in files_of(output) if not is_as_written(output, name, written)})
     except OSError as error:
-        return [f"--output {output}: is no readable directory ({error.strerror}); give another one"]
+        return [f"--output {output}: is not a readable directory ({error.strerror}); give another one"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return [f"--output {output}: {LIST} cannot be read ({error}); give another directory"]
     if not others:

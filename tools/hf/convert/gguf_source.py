@@ -58,7 +58,7 @@ def check(path):
         raise ConfigError([f"--model {path}: {reason}"]) from error
     kind = fields.get("general.architecture")
     if kind != "llama":
-        raise ConfigError([f"--model {path}: has the architecture {kind!r}; of GGUF files only 'llama' can be read"])
+        raise ConfigError([f"--model {path}: has the architecture {kind!r}; only 'llama' can be read from GGUF files"])
     if (parts := fields.get("split.count", 1)) > 1:
         raise ConfigError([f"--model {path}: is one of {parts} parts; join them first: llama-gguf-split --merge"])
     problems = [
@@ -77,7 +77,7 @@ def check(path):
         try:
             gguf.dequantize(data[:1], kind)
         except NotImplementedError:
-            problems.append(f"has weights of the type {kind.name}, which cannot be read; take a Q8_0 or F16 file")
+            problems.append(f"has weights of the type {kind.name}, which cannot be read; use a Q8_0 or F16 file")
     raise_any([f"--model {path}: {problem}" for problem in problems])
 
 

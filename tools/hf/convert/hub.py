@@ -43,12 +43,12 @@ def model_directory(model: Path) -> Path:
     if model.parent.exists() and not meant:
         raise ConfigError([f"{given}, but there is a directory {model.parent}; hf://{name} is the model of the hub"])
     if HfApi is None:
-        raise ConfigError([f"{given}; to have it from the hub: pip install huggingface_hub, and {by_hand}"])
+        raise ConfigError([f"{given}; to download it from the hub: pip install huggingface_hub, and {by_hand}"])
     print(f"downloading {name} from the Hugging Face hub", flush=True)
     try:
         return Path(HfApi().snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # from the client of the hub, or its HTTP library
-        raise ConfigError([f"{given}, and the hub does not give it ({words(error)}); try {by_hand}"]) from error
+        raise ConfigError([f"{given}, and the hub does not provide it ({words(error)}); try {by_hand}"]) from error
 
 
 def check_login(name):
@@ -61,7 +61,7 @@ def check_login(name):
     try:
         HfApi().whoami()
     except Exception as error:  # from the client of the hub, or its HTTP library
-        raise ConfigError([f"{given}: the hub does not know you ({words(error)}); try hf auth login"]) from error
+        raise ConfigError([f"{given}: you are not logged in to the hub ({words(error)}); try hf auth login"]) from error
 
 
 def push(directory, name):

@@ -99,7 +99,7 @@ def model_config(values, heads=None, code_is_known=False):
     needed = [entry.key for entry in keys.MODEL if entry.absent is keys.REQUIRED]
     problems += [f"{key} is missing" for key in needed if values.get(key) is None]
     problems += [
-        f"{key} is missing: transformers takes {value} for a mistral; write it into the file"
+        f"{key} is missing: transformers assumes {value} for a mistral; write it into the file"
         for key, value in ASSUMED.items()
         if values.get("model_type") == "mistral" and key not in values
     ]
@@ -109,7 +109,7 @@ def model_config(values, heads=None, code_is_known=False):
     except ConfigError as error:
         problems += error.problems
     except (TypeError, AttributeError) as error:
-        problems.append(f"rope_parameters or rope_scaling: of the wrong kind ({error})")
+        problems.append(f"rope_parameters or rope_scaling: invalid ({error})")
     raise_any([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
@@ -121,7 +121,7 @@ def model_config(values, heads=None, code_is_known=False):
         )
         problems = model_problems(model)
     except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); fix it"]) from error
+        raise ConfigError([f"config.json: a key is missing or invalid ({error}); fix it"]) from error
     raise_any(problems)
     return model
 
@@ -154,7 +154,7 @@ def foreign(values, code_is_known=False):
     if kind != "moh_llama" and values.get("auto_map") and not code_is_known:
         found.append(
             "auto_map: the model has code of its own, which is not run; say what it computes, by --released "
-            "moh-llama3-8b, or by --head-selection and what goes with it"
+            "moh-llama3-8b, or by --head-selection and its other flags"
         )
     found += [
         f"{key} {values[key]!r}: can only be {usual!r}"
@@ -182,7 +182,7 @@ def rope_fields(values):
     rope = {**old, **new}
     if not rope:
         raise ConfigError([
-            "neither rope_parameters nor rope_theta: where they are absent transformers takes a base of 10000; "
+            "neither rope_parameters nor rope_theta: without them transformers assumes a base of 10000; "
             'write "rope_theta": 10000.0 into the file if that is right'
         ])
     if rope != {**new, **old}:

@@ -61,7 +61,7 @@ def sample_problems(arguments, config, values):
     if arguments.select_shared == "first":
         return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
     if len(given) > 1:
-        return ["--sample-data and --sample-text: give the text to measure on by one of them"]
+        return ["--sample-data and --sample-text: give the text to measure on with only one of them"]
     obstacle = keeps_order(arguments, config, values)
     chosen = "--select-shared importance" if arguments.select_shared else flag(given[0]) if given else None
     return [f"{chosen}: {obstacle}"] if chosen and obstacle else []
@@ -76,7 +76,7 @@ def keeps_order(arguments, config, values):
         trained = "the source is trained with its shared heads in their places, which another order would break"
         return f"{trained}; leave it out"
     if config.attention != "heads" or config.head_dims or len(config.head_counts) > 1:
-        return "needs as many heads in every layer, of one width, with keys that are not latent; leave it out"
+        return "needs equally many heads in every layer, of one width, and no latent keys; leave it out"
     always_on = {len(config.numbers_always_on(layer)) for layer in range(config.num_layers)}
     if not arguments.calibrate and always_on <= {0, config.num_attention_heads}:
         return "no heads are shared, or all of them, so their order changes nothing; leave it out"
@@ -90,7 +90,7 @@ def find_sample(arguments, config, values, vocab_size, length, tokenizer):
     tokenizer: path of its tokenizer.model, or None. Raises ConfigError for problems of a requested sample.
     """
     if arguments.select_shared == "first":
-        return None, "as --select-shared first says"
+        return None, "as requested by --select-shared first"
     if obstacle := keeps_order(arguments, config, values):
         return None, obstacle.partition(";")[0]
     if arguments.sample_data:
@@ -98,7 +98,7 @@ def find_sample(arguments, config, values, vocab_size, length, tokenizer):
         return tokens, str(arguments.sample_data)
     place = tokenizer or (arguments.model if tokenizer_files(arguments.model) else None)
     if place is None:
-        problem = "the model has no tokenizer; give shards by --sample-data, or its tokenizer by --old-tokenizer"
+        problem = "the model has no tokenizer; give shards with --sample-data, or its tokenizer with --old-tokenizer"
     else:
         try:
             return sample_text(arguments.sample_text, place, vocab_size, length, arguments.sample_tokens)

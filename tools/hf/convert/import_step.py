@@ -32,7 +32,7 @@ def output_problems(run):
         entries = {path.name for path in run.iterdir()} if run.exists() else set()
         steps = [path.name for path in (run / "checkpoints").iterdir()] if "checkpoints" in entries else []
     except OSError as error:
-        return [f"--output {run}: no readable directory ({error.strerror}); give another one"]
+        return [f"--output {run}: is not a readable directory ({error.strerror}); give another one"]
     odd = sorted(entries - {"checkpoints", "events.jsonl", ".lock"})
     odd += sorted(f"checkpoints/{name}" for name in steps if name != "copy-step-0.tmp")
     return [f"--output {run}: has {odd[0]} already; give a new directory"] if odd else []

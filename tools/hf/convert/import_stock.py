@@ -38,7 +38,7 @@ def read_stock(values, directory):
         plain |= kind.plain_keys(values)
         shared = [values["num_attention_heads"]] * layers
     except (LookupError, TypeError, AttributeError) as error:
-        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); fix it"]) from error
+        raise ConfigError([f"config.json: a key is missing or invalid ({error}); fix it"]) from error
     plain |= {"model_type": "moh_llama", "architectures": [keys.ARCHITECTURES["moh_llama"]], "qk_norm": True}
     plain |= {"head_selection": "mixture", "routing": kind.routing, "two_stage": True}
     plain |= {"num_shared_heads": shared, "num_active_routed_heads": [0] * layers}
@@ -78,7 +78,7 @@ class StockSource(Source):
             tensors = list(saved_tensors(build_model(stock.model)))
             wanted = {name: tuple(tensor.shape) for name, tensor in stock.converted(tensors)}
         problems = [
-            f"{name} has shape {list(there.get(name, ()))}, config.json says {list(wanted.get(name, ()))}"
+            f"{name} has shape {list(there.get(name, ()))}, but config.json says {list(wanted.get(name, ()))}"
             for name in sorted(there.keys() | wanted.keys())
             if there.get(name) != wanted.get(name)
         ]

@@ -138,7 +138,7 @@ def refuse_other_ids(old, new, before, now):
         if now.get(index) != token:
             raise ConfigError([
                 f"--tokenizer {new}: id {index} is {now.get(index)!r} and in {old} it is {token!r}; give one that "
-                "data_prep/tokenize.py extend has made of it"
+                "data_prep/tokenize.py extend has made from it"
             ])
 
 

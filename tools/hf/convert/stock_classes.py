@@ -39,7 +39,7 @@ class StockClass:
         gated = heads.head_selection == "mixture" and not model.routed_layers()
         own = self.gates_features and model.element_gates
         found = [
-            (not (gated or own), "--head-selection: it gates every head and chooses none, which is gated"),
+            (not (gated or own), "--head-selection: it gates every head and chooses none, so it must be gated"),
             (heads.routing != self.routing and not own, f"--routing {heads.routing}: its gates are {self.gates}"),
             (not model.qk_norm, "without --qk-norm: it normalises queries and keys"),
             (model.post_norm, "--post-norm: it normalises in front of a layer only"),

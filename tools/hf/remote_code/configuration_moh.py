@@ -258,7 +258,7 @@ class MoHLlamaConfig(PretrainedConfig):
         shared_by = self.num_attention_heads // self.num_key_value_heads
         if self.query_dim not in (self.head_dim, *range(1, self.head_dim - shared_by + 1)):
             raise ValueError(
-                f"query_dim {self.query_dim}: head_dim {self.head_dim} must be {shared_by} above it at least"
+                f"query_dim {self.query_dim}: head_dim {self.head_dim} must be at least {shared_by} above it"
             )
         if not 0 <= self.gate_width <= self.hidden_size:
             raise ValueError(f"gate_width {self.gate_width}: must be between 0, for all, and {self.hidden_size}")

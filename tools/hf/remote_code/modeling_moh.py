@@ -112,7 +112,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             raise ValueError(f"layer_windows {config.layer_windows}: vLLM has one window for all layers that have one")
         self.check_positions()
         if config._attn_implementation == "vllm" and len({*config.layer_heads}) > 1:
-            raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in every layer; use transformers")
+            raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in each layer; use transformers")
         if config._attn_implementation == "vllm" and attention_kind(config).projects:
             raise ValueError("attention latent, head_dims: vLLM keeps heads of one width; use transformers")
         self.config_of_masks = None
@@ -166,7 +166,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         requested."""
         layers = getattr(cache, "layers", None) or []
         if output_attentions and any(isinstance(cached, OwnKeysLayer) for cached in layers):
-            raise ValueError("output_attentions: the cache has left out keys; give it from the first token on")
+            raise ValueError("output_attentions: the cache has left out keys; request them from the first token on")
         marked = [cached for cached, layer in zip(layers, self.layers, strict=False) if layer.self_attn.own_keys]
         if any(isinstance(cached, QuantizedLayer) for cached in marked):
             raise ValueError("routed_keys selected: a quantized cache cannot keep its marks; choose another cache")
@@ -298,7 +298,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         elif config.attention == "latent":
             problem = "attention latent: continuous batching keeps keys and values of heads"
         elif len({*config.layer_heads}) > 1:
-            problem = f"layer_heads {config.layer_heads}: continuous batching needs as many in every layer"
+            problem = f"layer_heads {config.layer_heads}: continuous batching needs the same number in every layer"
         elif len({*config.layer_windows} - {0}) > 1:
             problem = f"layer_windows {config.layer_windows}: continuous batching has one window"
         if problem:
