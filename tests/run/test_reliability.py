@@ -168,7 +168,7 @@ def test_a_flipped_bit_in_a_copy_of_a_weight_is_repaired(data_dir, tmp_path, mor
     assert equal(state(tmp_path, 4), state(tmp_path, 3))
 
 
-MASTERS = "still so after weights were written from their fp32 masters again"
+MASTERS = "rewriting the weights from their fp32 masters did not help"
 
 
 def flip_a_bit_of_a_master(engine):

@@ -184,7 +184,7 @@ def test_a_type_of_weights_that_cannot_be_read_is_named(tool, small, tmp_path, m
     write_gguf(tmp_path / "small.gguf", small)
     monkeypatch.setattr(gguf, "dequantize", dequantize)
     code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
-    assert code == 2 and "has weights of the type F16, which cannot be read; take a Q8_0" in errors
+    assert code == 2 and "has weights of the type F16, which cannot be read; use a Q8_0" in errors
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
