@@ -75,6 +75,7 @@ def step_flags(texts):
     names = ["dense", "moh-75", "moh-50", "hf", "groups-50"]
     choices = [*names, *(f"{name}-compiled" for name in names)]
     choices += [f"{name}-fused" for name in choices if not name.startswith("hf")]
+    choices += [f"{name}-joined" for name in choices if not name.startswith("hf")]
     choices += [f"{name}-captured" for name in choices if not name.startswith("hf")]
     add("--contestants", nargs="+", default=names[:4], choices=choices, metavar="NAME", help="(default: the first 4)")
     backends = ("auto", "dense", "triton", "cpu_sparse")

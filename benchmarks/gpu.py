@@ -6,10 +6,10 @@
     2  router      routers and gates, by torch and by --fused-router                           benchmarks/router.py
     3  loss        output head and loss, by torch and by --fused-loss                          benchmarks/loss.py
     4  layer       attention layers of LLM-S at 2,048 and 8,192 tokens, checked and tuned      benchmarks/attention.py
-    5  step        training steps of LLM-S at 2,048 tokens, compiled, with and without fusion  benchmarks/step.py
+    5  step        training steps of LLM-S at 2,048 tokens, compiled, by kind of fusion        benchmarks/step.py
     6  captured    the same steps by calls and, except for AdamW, as one CUDA graph
     7  long step   steps of LLM-B at 8,192 tokens, the paper's regime
-    8  decoding    a new token against a cache                                                 benchmarks/decode.py
+    8  decoding    a new token against a cache, and of whole models by calls and captured      benchmarks/decode.py
     9  peers       LLM-S against Hugging Face's Llama, both compiled
     10 medium step LLM-S at 8,192 tokens
     11 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens
@@ -46,7 +46,8 @@ PARTS = {
     "router": "router.py",
     "loss": "loss.py",
     "layer": "attention.py --levels layer --shapes llm-s --lengths 2048 8192 --rounds 5",
-    "step": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants {KINDS} moh-50-compiled",
+    "step": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants {KINDS} moh-50-compiled "
+    "dense-compiled-fused-joined moh-50-compiled-fused-joined",
     "captured": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants dense-compiled-fused "
     "dense-compiled-fused-captured moh-50-compiled-fused moh-50-compiled-fused-captured",
     "long step": f"{STEP} --shape llm-b --seq-length 8192 --micro-batch-size 2 --contestants {KINDS}",

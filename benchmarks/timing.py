@@ -8,6 +8,8 @@ from statistics import median
 
 import torch
 
+from moh_lm.kernels.capture import capture_on_gpu
+
 
 def set_up(options):
     """(device, dtype) of ``device_flags``."""
@@ -68,15 +70,12 @@ def seconds(function, device, repeats=10):
 def recorded(function):
     """Return a CUDA graph of a call. ``function`` runs twice before: kernels are compiled and chosen then, and a wait
     raises ``Waits`` outside of a capture, since torch before 2.13 does not recover from a failed one."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+
+    def warm_up():
         function()
         without_waiting(function)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
+
+    graph, _ = capture_on_gpu(function, warm_up)
     graph.replay()  # the first replay is slower
     return graph
 

@@ -33,6 +33,7 @@ from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, init_stds
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.head_partition import HeadPartition
+from moh_lm.parallel.layers import joined, separate
 from moh_lm.parallel.ulysses import ContextGroups, UlyssesAttention, UlyssesExchange
 
 BACKENDS = {"dense": None, "groups": None, "triton": TRITON, "cpu_sparse": CPU_SPARSE}
@@ -45,7 +46,7 @@ class Settings(NamedTuple):
     recomputed. backends: the attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the
     run. watched: whether every layer must go through its core attention while it trains, for hooks to see. z_loss: see
     ``linear_cross_entropy``. fused_loss, fused_router: whether Triton kernels compute the loss and the routers; see
-    triton_cross_entropy.py and fused_router.py.
+    triton_cross_entropy.py and fused_router.py. fused_projections: whether layers of the same input share a product.
     """
 
     group: object = None
@@ -57,6 +58,11 @@ class Settings(NamedTuple):
     z_loss: float = 0.0
     fused_loss: bool = False
     fused_router: bool = False
+    fused_projections: bool = False
+
+    @property
+    def products(self):
+        return joined if self.fused_projections else separate
 
     def backend(self, layer_index):
         return self.backends if isinstance(self.backends, str) else self.backends[layer_index]
@@ -93,7 +99,7 @@ def decoder_layers(config, batch, settings):
     return [
         partial(
             DecoderLayer, config, index, batch, partial(build_attention, config, index, settings),
-            settings.recompute, settings.group,
+            settings.recompute, settings.group, settings.products,
         )
         for index in range(config.num_layers)
     ]  # fmt: skip
@@ -160,7 +166,8 @@ def build_attention(config, layer_index, settings):
     if of.own_positions(layer_index):  # the layer itself rotates nothing
         core, rotary = HeadPositions(core, rotary), rotary._replace(head_dim=0)
     core = UlyssesAttention(core, exchange) if exchange else core
-    attention = kind(of, heads, router, core, positions(rotary, context), init_std, output_std)
+    positions = positions(rotary, context)
+    attention = kind(of, heads, router, core, positions, init_std, output_std, settings.products)
     if counted is not None:
         attention.add_module("cope", counted)
     return attention

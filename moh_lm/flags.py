@@ -64,7 +64,19 @@ def config_of(given):
     if given.values.get("head_selection") == "gated":
         model.pop("routing", None)  # which gated decides; moh_lm.run.resume says what the run has
     known = {**model, **given.values}
-    return config_type.from_dict({**(config_type.preset(given.preset, known) if given.preset else {}), **known})
+    preset = config_type.preset(given.preset, known) if given.preset else {}
+    return config_type.from_dict({**of_device(given), **preset, **known})
+
+
+def of_device(given):
+    """{field: value} of what launch scripts and presets of language models leave to the device: a GPU compiles, which
+    was measured to be faster (docs/results.md)."""
+    import torch  # not above, because --help needs none
+
+    named = given.preset or getattr(given, "script", None)
+    fixed = given.values.get("window_strategy") != "entropy"
+    on_gpu = torch.cuda.is_available() or getattr(given, "device_name", None)
+    return {"compile": True} if given.config_type is Config and named and fixed and on_gpu else {}
 
 
 def without_replaced(model, given):

@@ -89,6 +89,7 @@ REFUSALS = {  # flags: what the one line has to name
     f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave it out"),
     "--attention-backend groups": ("--attention-backend groups", "--routing-unit head_in_group", "choose auto"),
     "--cuda-graph": ("--cuda-graph", "needs a CUDA GPU", "leave it out"),
+    "--fused-projections --zero-stage 3": ("--fused-projections", "--zero-stage 3", "choose 2"),
     "--fused-router --routing relu": ("--fused-router", "--routing relu", "leave one of the two out"),
     "--fused-router --head-selection all": ("--fused-router", "--head-selection all", "leave one of the two out"),
     "--routing-top-p 0 --routing paper": ("--routing-top-p 0", "above 0 and at most 1"),

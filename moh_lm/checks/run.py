@@ -162,7 +162,9 @@ def profile_problems(run):
 
 
 def kernel_problems(config):
-    """Check that this machine can compile the requested kernels."""
+    """Check that the requested kernels and products can compute this run on this machine."""
+    if config.run.fused_projections and config.parallel.zero_stage == 3:
+        return ["--fused-projections: --zero-stage 3 gathers the weights one by one; choose 2, or leave the flag out"]
     asked = [name for name in ("fused_loss", "fused_router") if getattr(config.run, name)]
     if asked and importlib.util.find_spec("triton") is None:
         return [f"{flag(asked[0])}: the package triton is not installed; install it, or leave the flag out"]

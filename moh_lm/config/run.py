@@ -134,7 +134,10 @@ class RunBase:
     profile_ranks: str = option("first", "ranks that --profile traces", choices=("first", "all"))
     profile_memory: bool = option(False, "trace allocations too, for --profile; on a GPU with a memory snapshot")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass to save memory")
-    compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")
+    compile: bool = option(
+        False, "compile each layer with torch.compile; the first step takes about a minute (launch scripts and presets "
+        "of language models do so on a GPU)",
+    )  # fmt: skip
 
     @property
     def stages(self):

@@ -55,8 +55,8 @@ class HeterogeneousAttention(Attention):
         self.o_proj = OutputOfRuns(size, d, output_std, partition(1, config, heads), self.group, self.runs)
 
     def project(self, x, table):
-        key, value = (self.runs.split(project(x)) for project in (self.k_proj, self.v_proj))
-        return self.runs.split(self.q_proj(x)), self.positions.key(key, table), value
+        key, value, query = map(self.runs.split, self.products(x, self.k_proj, self.v_proj, self.q_proj))
+        return query, self.positions.key(key, table), value
 
 
 class OutputOfRuns(RowParallelLinear):

@@ -45,6 +45,10 @@ class Cache:
             config, kind = model.config.of_layer(layer.index), cache_kind(layer.self_attn)
             self.layers.append(kind(config, layer, rows, max_length, weight, attention_backend))
 
+    def counters(self):
+        """The tensors that a step adds to."""
+        return [self.lengths, *(kept.counts for kept in self.layers if isinstance(kept, CountedLayerCache))]
+
 
 class LayerCache:
     """Keys and values of a layer. config: ``ModelConfig`` of the layer. like: a tensor of the dtype and device.

@@ -33,12 +33,18 @@ def fastest(device, dtype, shape, active_share, compiled=False):
     """Return "triton", "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim], as measured at the
     next shorter length and the next larger active share. compiled: as above; a GPU then hardly waits for the host."""
     found = measurement(device, dtype)
-    if found is None or math.prod(shape) < found.elements:
-        return "dense"
-    like = [(row[0], -row[1], row[-1] if compiled else row[2]) for row in found.ratios if row[0] <= shape[0]]
-    like = [row for row in like if -row[1] >= active_share]
-    if not like or max(like)[2] > WORTH_IT:
+    ratio = measured_ratio(found, shape, active_share, compiled)
+    if ratio is None or ratio > WORTH_IT:
         return "dense"
     if found.device == "cpu":
         return "cpu_sparse"
     return "triton" if shape[3] in TRITON_HEAD_DIMS else "dense"
+
+
+def measured_ratio(found, shape, active_share, compiled=False):
+    """Return the time of a sparse attention layer over a dense one by a ``Measurement``; None if none of its figures
+    applies. For the others see ``fastest``."""
+    if found is None or math.prod(shape) < found.elements:
+        return None
+    like = [(row[0], -row[1], row[-1] if compiled else row[2]) for row in found.ratios if row[0] <= shape[0]]
+    return max((row for row in like if -row[1] >= active_share), default=(None,))[-1]

@@ -82,10 +82,18 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter((output_size, input_size), init_std, partition)
 
     def forward(self, x, product=None):
-        return (product or F.linear)(x, self.weight)
+        return self.finished((product or F.linear)(x, self.factor()))
+
+    def factor(self):
+        """Return the weight that x is multiplied by; see ``joined``."""
+        return self.weight
+
+    def finished(self, product):
+        """Return the output, from the product of x and ``factor``."""
+        return product
 
 
-class KeyValueParallelLinear(nn.Module):
+class KeyValueParallelLinear(ColumnParallelLinear):
     """Keys or values of this rank's query heads: x [s, b, input] -> [s, b, kv/tp * head_dim].
 
     A rank holds whole key/value heads. Where there are fewer of them than ranks it holds all, and its output has one
@@ -93,33 +101,61 @@ class KeyValueParallelLinear(nn.Module):
     """
 
     def __init__(self, input_size, num_heads, head_dim, init_std, heads):
-        super().__init__()
         shared_by = heads.num_heads // num_heads
         few = num_heads < group_size(heads.group)
+        partition = None if few else heads.partition(0, head_dim, queries_per_key=shared_by)
+        super().__init__(input_size, num_heads * head_dim, init_std, partition)
         self.head_dim, self.group = head_dim, heads.group
         self.runs = heads.kv_replication(shared_by) if few else None
-        partition = None if few else heads.partition(0, head_dim, queries_per_key=shared_by)
-        self.weight = make_parameter((num_heads * head_dim, input_size), init_std, partition)
 
-    def forward(self, x, product=None):
+    def factor(self):
+        return self.weight if self.runs is None else replicate(self.weight, self.group)
+
+    def finished(self, product):
         if self.runs is None:
-            return (product or F.linear)(x, self.weight)
-        heads = F.linear(x, replicate(self.weight, self.group)).unflatten(-1, (-1, self.head_dim))
+            return product
+        heads = product.unflatten(-1, (-1, self.head_dim))
         runs = [heads[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in self.runs]
         return torch.cat(runs, dim=2).flatten(2)
 
 
-class ReplicatedLinear(nn.Module):
+def separate(x, *layers):
+    """Return what each of the ``layers`` makes of x."""
+    return [layer(x) for layer in layers]
+
+
+def joined(x, *layers):
+    """The same by one product with copies of all weights, one below the other (``--fused-projections``)."""
+    products = JoinedProducts.apply(x, *(layer.factor() for layer in layers))
+    return [layer.finished(product) for layer, product in zip(layers, products, strict=True)]
+
+
+class JoinedProducts(torch.autograd.Function):
+    """x A_1^T, x A_2^T, ...: x [..., input], A_i [output_i, input]. The copies are made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        gradient = torch.cat(gradients, -1)
+        of_weights = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return gradient @ torch.cat(weights), *of_weights.split([len(weight) for weight in weights])
+
+
+class ReplicatedLinear(ColumnParallelLinear):
     """Y = X A^T, whole on every rank. Each rank uses it for its own heads, so the weight's gradient is summed over
     ranks."""
 
     def __init__(self, input_size, output_size, init_std, group):
-        super().__init__()
-        self.weight = make_parameter((output_size, input_size), init_std)
+        super().__init__(input_size, output_size, init_std, None)
         self.group = group
 
-    def forward(self, x):
-        return F.linear(x, replicate(self.weight, self.group))
+    def factor(self):
+        return replicate(self.weight, self.group)
 
 
 class RowParallelLinear(nn.Module):

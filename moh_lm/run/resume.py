@@ -31,8 +31,8 @@ from moh_lm.supervise.processes import log_rank0
 
 SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
-    "compile", "fused_loss", "fused_router", "cuda_graph", "attention_backend", "head_selection", "train_only",
-    "optimizer", "workers",
+    "compile", "fused_loss", "fused_router", "fused_projections", "cuda_graph", "attention_backend", "head_selection",
+    "train_only", "optimizer", "workers",
 )  # fmt: skip
 LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest)\.tmp-\d+")  # of a killed start
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"

@@ -54,6 +54,7 @@ class TextEngine(Engine):
             z_loss=self.config.optimizer.z_loss,
             fused_loss=run.fused_loss,
             fused_router=run.fused_router,
+            fused_projections=run.fused_projections,
         )
 
     def compare_kernels(self):
