@@ -161,7 +161,7 @@ def report(title, functions, rounds, device):
 
 
 def generation(shape, length, batch, device, dtype):
-    """Print the median time of a new token after prompts of so many tokens, for a dense model and half of the heads."""
+    """Print the median time of a new token after prompts of these lengths, for a dense model and half of the heads."""
     shared, routed = budgets(MODELS[shape]["num_attention_heads"], 50)
     half = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
     for name, heads in {"dense": HeadsConfig(head_selection="all"), "moh-50": half}.items():

@@ -173,8 +173,8 @@ def make(name, arguments, length, device):
 
 
 def drawn(config, device, **settings):
-    """Our model with random weights; settings: see ``build_model``."""
-    with device:  # drawn there, billions of weights take no time
+    """Return our model with random weights. settings: see ``build_model``."""
+    with device:  # billions of weights are drawn quickly there
         model = build_model(config, **settings)
     for parameter in model.parameters():
         constant = parameter.init_std is None

@@ -69,8 +69,8 @@ def config_of(given):
 
 
 def of_device(given):
-    """{field: value} of what launch scripts and presets of language models leave to the device: a GPU compiles, which
-    was measured to be faster (docs/results.md)."""
+    """Return {field: value} that launch scripts and presets of language models leave to the device: a GPU compiles,
+    which was measured to be faster (docs/results.md)."""
     import torch  # not above, because --help needs none
 
     named = given.preset or getattr(given, "script", None)

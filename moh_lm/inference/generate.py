@@ -36,10 +36,10 @@ def read_token(model, cache, tokens):
 
 
 class CapturedStep:
-    """Called in place of ``step``, which the first call captures in a CUDA graph.
+    """Replaces ``step``, which the first call captures in a CUDA graph.
 
     step: takes nothing and returns logits [b, vocab]. changed: the tensors that it reads and changes, tokens [b] first.
-    From the same values it may run again, since a token overwrites the same keys. Raises ``Differs``.
+    It may run again from the same values, since a token overwrites the same keys. Raises ``Differs``.
     """
 
     def __init__(self, step, changed):

@@ -46,7 +46,7 @@ class Cache:
             self.layers.append(kind(config, layer, rows, max_length, weight, attention_backend))
 
     def counters(self):
-        """The tensors that a step adds to."""
+        """Return the tensors that a step changes by addition."""
         return [self.lengths, *(kept.counts for kept in self.layers if isinstance(kept, CountedLayerCache))]
 
 

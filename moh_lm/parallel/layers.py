@@ -120,18 +120,18 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 
 
 def separate(x, *layers):
-    """Return what each of the ``layers`` makes of x."""
+    """Return the output of each of the ``layers`` for x."""
     return [layer(x) for layer in layers]
 
 
 def joined(x, *layers):
-    """The same by one product with copies of all weights, one below the other (``--fused-projections``)."""
+    """Do the same with one product, by stacked copies of all weights (``--fused-projections``)."""
     products = JoinedProducts.apply(x, *(layer.factor() for layer in layers))
     return [layer.finished(product) for layer, product in zip(layers, products, strict=True)]
 
 
 class JoinedProducts(torch.autograd.Function):
-    """x A_1^T, x A_2^T, ...: x [..., input], A_i [output_i, input]. The copies are made again in the backward pass."""
+    """Returns x A_1^T, x A_2^T, ... for x [..., input] and A_i [output_i, input]. The backward pass copies again."""
 
     @staticmethod
     def forward(ctx, x, *weights):
