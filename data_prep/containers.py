@@ -59,7 +59,7 @@ JSON_LINES_NAME = re.compile(r"(?i)\.(jsonl|json|ndjson)(\.|$)")
 FOLLOWING = 8  # lines that show whether JSON lines follow a first line that is not JSON
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FAILURES = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
-FAILURES += (ValueError, OverflowError, KeyError)  # of pyarrow: values that Python cannot hold, a column twice
+FAILURES += (ValueError, OverflowError, KeyError)  # from pyarrow: values that Python cannot hold, a column twice
 
 
 class InputError(Failure):

@@ -117,7 +117,7 @@ def moving_windows(model, config, groups, device):
 def layer_backends(config, device):
     """Return the attention backend of each layer, chosen for the shape of a training micro-batch; never ``auto``.
 
-    config: ``Config``. Raises RuntimeError if a backend that is asked for by name cannot run on the device.
+    config: ``Config``. Raises RuntimeError if a backend requested by name cannot run on the device.
     """
     run, model = config.run, config.model
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32

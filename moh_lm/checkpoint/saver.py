@@ -146,7 +146,7 @@ class Saver:
         """Write the manifest, rename, update ``latest`` and remove old steps. Returns problems. Rank 0 only."""
         try:
             write_manifest(temporary, entries)
-            if os.path.lexists(final):  # put there by somebody else
+            if os.path.lexists(final):  # written by another program
                 set_aside(final)
             temporary.rename(final)
             flush(final.parent)

@@ -19,7 +19,7 @@ from moh_lm.data.dataset import Dataset
 from moh_lm.data.packing import Piece
 from moh_lm.parallel.cross_entropy import IGNORED
 
-AHEAD = 2  # steps that are read before they are asked for
+AHEAD = 2  # steps that are read ahead
 
 
 class MicroBatch(NamedTuple):

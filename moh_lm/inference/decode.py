@@ -30,7 +30,7 @@ WORTH_IT, SHARE = 2**19, 0.24
 # Bytes of the keys and values of a layer from which on triton is faster than dense on an H200, by the same program.
 # With fewer, both wait for the host.
 WORTH_A_KERNEL = 2**27
-CAPABILITY = (8, 0)  # of a GPU on which the kernels are compiled in the tests, at least
+CAPABILITY = (8, 0)  # lowest of a GPU for which the tests compile the kernels
 
 
 def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto", used=None, added=None):

@@ -49,7 +49,7 @@ L1_START, L1_FACTOR = 1e-8, 1.2
 class RouterSums:
     """What the routers of this rank report about a step, and the shares that ``global_batch`` balances against.
 
-    blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which is told what routers follow.
+    blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which receives what routers follow.
     layers: ``RoutedLayer``s of the whole model. shares: for each layer with routed experts, the share of a step's
     tokens that selected each of them, [E] float64. l1_steps: n of lambda, int64 [].
     """

@@ -3,8 +3,8 @@ alike.
 
     similarity     of domains a and b: 1 - mean over layers with routed heads of 1/2 sum_i |p_a(i) - p_b(i)|, where
                    p_d(i) = load_d(i) / sum_j load_d(j) over the routed heads of the layer: 1 - total variation, the
-                   share of the selections that both domains have in common. Of a domain with itself: of its windows
-                   with even numbers with those with odd ones, which is what chance leaves of 1.
+                   share of the selections that both domains have in common. A domain is compared with itself by its
+                   even and its odd windows, and only chance keeps the result below 1.
     specialisation of a routed head: H(mean_d load_d) - mean_d H(load_d) in bits, H(p) = - p lb p - (1 - p) lb (1 - p):
                    the Jensen-Shannon divergence of its use over the domains, each with the same weight. It is how
                    much one token's use of the head tells about its domain: 0 if the load is equal in all, at most 1.
