@@ -5,19 +5,19 @@
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
 AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
-name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``; with -fused the
-kernels are those of ``--fused-loss`` and ``--fused-router``; with -joined behind these the products are those of
-``--fused-projections``; with -captured behind all, forward and backward pass are one graph, as with ``--cuda-graph``. A
-step's time is the median over the rounds, after one that does not count; a ratio is the median of the ratios within a
-round, on a CPU by the clock and, behind it, by CPU time. GiB on a GPU: the most that a contestant needs during a step,
-with its own weights and moments. MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, for all
-heads and for active ones.
+name that continues with -compiled is the same under torch.compile, ours by layers as with ``--compile``. With -fused,
+the kernels are those of ``--fused-loss`` and ``--fused-router``; with -joined after it, the products are those of
+``--fused-projections``; with -captured at the end, forward and backward pass are one graph, as with ``--cuda-graph``.
+A step's time is the median over the rounds, after one that does not count. A ratio is the median of the ratios within a
+round, on a CPU by the clock and then by CPU time. GiB on a GPU is the most memory that a contestant needs during a
+step, with its own weights and moments. MFU is the step's FLOPs by ``flops_per_token`` over time and --peak-tflops, for
+all heads and for active ones.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     from benchmarks.flags import checked, step_flags
 
@@ -47,11 +47,11 @@ VOCAB = {"tiny": 1024}
 
 
 def main(arguments):
-    sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off has shown the lengths that it finished
+    sys.stdout.reconfigure(line_buffering=True)  # an interrupted run has shown the finished lengths
     device = torch.device(checked(usable_device, arguments.device))
     checked(check_backend, arguments, device)
     if device.index:
-        torch.cuda.set_device(device)  # events, the peak of memory and the name are those of the current GPU
+        torch.cuda.set_device(device)  # events, peak memory and name refer to the current GPU
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
@@ -86,7 +86,7 @@ def check_backend(arguments, device):
 
 def compare(arguments, length, device):
     torch.compiler.reset()  # every length is compiled as if it were the only one
-    contestants, own = {}, {}  # own: bytes that stay between steps
+    contestants, own = {}, {}  # own: bytes kept between steps
     for name in arguments.contestants:
         before = allocated(device)
         contestants[name] = make(name, arguments, length, device)
@@ -128,7 +128,7 @@ def allocated(device):
 
 
 def make(name, arguments, length, device):
-    """(step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
+    """Return (step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
     sizes = {**MODELS[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
     heads = HeadsConfig(head_selection="all")
     called = name.removesuffix("-captured")
@@ -173,8 +173,8 @@ def make(name, arguments, length, device):
 
 
 def drawn(config, device, **settings):
-    """Our model with random weights; settings: see ``build_model``."""
-    with device:  # drawn there, billions of weights take no time
+    """Return our model with random weights. settings: see ``build_model``."""
+    with device:  # billions of weights are drawn quickly there
         model = build_model(config, **settings)
     for parameter in model.parameters():
         constant = parameter.init_std is None

@@ -1,7 +1,7 @@
-"""How a model is made of its parts: the one place that knows every kind of attention, router, core and position.
+"""Assembles a model from its parts: the one place that knows every kind of attention, router, core and position.
 
-What is ordinary stands in moh_lm/model; what only the sources name comes from moh_lm/extras. A kind is chosen here by
-the configuration, once for a run, so that the layers themselves have no branch on kind, backend or machine.
+The ordinary parts are in moh_lm/model, the experimental ones in moh_lm/extras. The configuration chooses each kind
+here, once for a run, so that the layers themselves have no branch on kind, backend or machine.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ BACKENDS = {"dense": None, "groups": None, "triton": TRITON, "cpu_sparse": CPU_S
 
 
 class Settings(NamedTuple):
-    """What the layers of a model need to know of the run.
+    """What the layers of a model need to know about the run.
 
     group: tensor-parallel group, or None. context: ``ContextGroups``, or None. recompute: whether activations are
     recomputed. backends: the attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the
@@ -87,7 +87,7 @@ class Settings(NamedTuple):
 
 
 def build_model(config, **settings):
-    """The ``CausalLM`` of a ``ModelConfig``; settings: those of ``Settings``. Its weights are not drawn yet."""
+    """Return the ``CausalLM`` of a ``ModelConfig``, with weights not yet drawn. settings: see ``Settings``."""
     settings = Settings(**settings)
     batch = settings.batch_context()
     layers = decoder_layers(config, batch, settings)
@@ -95,7 +95,7 @@ def build_model(config, **settings):
 
 
 def decoder_layers(config, batch, settings):
-    """A function without arguments for each layer, which makes the ``DecoderLayer``."""
+    """Return for each layer a function without arguments that makes its ``DecoderLayer``."""
     return [
         partial(
             DecoderLayer, config, index, batch, partial(build_attention, config, index, settings),
@@ -106,7 +106,7 @@ def decoder_layers(config, batch, settings):
 
 
 def moving_windows(model, config, groups, device):
-    """What moves the windows of ``model`` with the steps of a run, ``EntropyWindows``; None where they stay.
+    """Return the ``EntropyWindows`` that adapt the windows of ``model`` in a run, or None if windows are fixed.
 
     config: ``Config``. groups: ``ParallelGroups``.
     """
@@ -115,9 +115,9 @@ def moving_windows(model, config, groups, device):
 
 
 def layer_backends(config, device):
-    """The attention backend of each layer of a run, never ``auto``: by the shape of a micro-batch of its training.
+    """Return the attention backend of each layer, chosen for the shape of a training micro-batch; never ``auto``.
 
-    config: ``Config``. Raises RuntimeError if a backend that is asked for by name cannot run on the device.
+    config: ``Config``. Raises RuntimeError if a backend requested by name cannot run on the device.
     """
     run, model = config.run, config.model
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
@@ -138,7 +138,7 @@ def layer_backends(config, device):
 
 
 def build_attention(config, layer_index, settings):
-    """The ``Attention`` of a layer. config: ``ModelConfig`` of the whole model."""
+    """Return the ``Attention`` of a layer. config: ``ModelConfig`` of the whole model."""
     of, group, context = config.of_layer(layer_index), settings.group, settings.context
     init_std, output_std = init_stds(config)
     heads = HeadPartition(of.num_attention_heads, config.always_on_heads(layer_index), group)
@@ -163,7 +163,7 @@ def build_attention(config, layer_index, settings):
     rotary = rotary_of(of, layer_index)
     if of.head_dims:
         positions = partial(HeterogeneousPositions, of, layer_index, heads)
-    if of.own_positions(layer_index):  # the layer itself turns nothing
+    if of.own_positions(layer_index):  # the layer itself rotates nothing
         core, rotary = HeadPositions(core, rotary), rotary._replace(head_dim=0)
     core = UlyssesAttention(core, exchange) if exchange else core
     positions = positions(rotary, context)
@@ -174,7 +174,7 @@ def build_attention(config, layer_index, settings):
 
 
 def build_router(config, layer_index, heads, core, init_std, terms, settings):
-    """The router of a layer, whose configuration is ``config``; see moh_lm/model/router.py. terms: ``loss_terms``."""
+    """Return the router of a layer configured by ``config``; see moh_lm/model/router.py. terms: ``loss_terms``."""
     if config.heads.head_selection == "all":
         return AllHeads()
     if config.heads.head_selection == "static":
@@ -206,7 +206,7 @@ class QueryNormHeterogeneous(QueryNormAttention, HeterogeneousAttention):
 
 
 def attention_kind(config, layer_index, router, core, settings):
-    """The class of an attention layer, whose configuration is ``config``."""
+    """Return the class of an attention layer, whose configuration is ``config``."""
     by_queries = isinstance(router, HeadRouter) and router.form.reads_queries
     if config.head_dims:
         return QueryNormHeterogeneous if by_queries else HeterogeneousAttention

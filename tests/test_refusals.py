@@ -83,7 +83,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
     f"{IN_GROUPS} --num-shared-heads 3": ("--num-shared-heads 3", "6 groups", "multiples of 6, such as 0 and 6"),
     f"{IN_GROUPS} --num-key-value-heads 12": ("--routing-unit head_in_group", "none do", "--num-key-value-heads"),
-    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "as many heads of each group", "leave it out"),
+    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "each group has equally many", "leave it out"),
     f"{IN_GROUPS} --routing-top-p 0.5 --routing paper": ("--routing-top-p 0.5", "head_in_group", "leave it out"),
     f"{IN_GROUPS} --routed-keys selected": ("--routed-keys selected", "head_in_group", "sees all keys"),
     f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave it out"),

@@ -24,7 +24,7 @@ from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least, integer, share
 
-UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
+UNFINISHED = "\ufffd"  # a character whose bytes are not complete yet
 
 
 def main(texts):
@@ -139,7 +139,7 @@ def write(arguments, model, tokenizer, prompts):
         elif not stream:
             print(f"--- {prompt}{text}")
     read, made = sum(map(len, prompts)), sum(map(len, new))
-    later = made - sum(map(bool, new))  # the first ones come out of the prompts
+    later = made - sum(map(bool, new))  # the first new tokens come from the prompts
     rate = f", then {later} in {done - first:.2f} s: {later / (done - first):.1f} tokens/s" if later else ""
     print(f"read {read} tokens in {first - started:.2f} s{rate}", file=sys.stderr)
 

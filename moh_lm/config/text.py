@@ -207,5 +207,5 @@ class Config(TaskConfig):
 
 
 def doublings_between(first, last):
-    """How often a number that begins with ``first`` doubles until it is at least ``last``."""
+    """Return how often a number doubles from ``first`` until it is at least ``last``."""
     return (math.ceil(last / first) - 1).bit_length()

@@ -42,7 +42,7 @@ def describe_configuration(config):
     """Return every resolved field, under the title of its section."""
     lines = []
     for section, pairs in groupby(walk(config), key=lambda pair: pair[0]):
-        values = {entry: getattr(section, entry.name) for _, entry in pairs}  # those with a metavar are not by layer
+        values = {entry: getattr(section, entry.name) for _, entry in pairs}  # not one per layer if there is a metavar
         values = {entry: list(value) if "metavar" in entry.metadata else value for entry, value in values.items()}
         settings = ", ".join(f"{entry.name}\0{words(value)}" for entry, value in values.items())
         lines += ["", type(section).__doc__, wrapped(f"  {settings}", 2).replace("\0", " ")]
@@ -135,7 +135,7 @@ def describe_batches(config):
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
     if run.batch_warmup:
-        sizes = {size: first for first, _, size in run.stages}  # of two that begin together, the larger one
+        sizes = {size: first for first, _, size in run.stages}  # if two begin together, the larger one
         yield "batches    " + ", ".join(f"{size} from step {first:,}" for size, first in sizes.items())
     if config.data.seq_length_warmup:
         yield describe_lengths(config)
@@ -234,7 +234,7 @@ def known_peak(run, device):
 
 
 def describe_gain(config, device=None):
-    """Say what the mixture saves or costs at this length, by which source, and what would save more."""
+    """Say what the mixture saves or costs at this length, cite the source, and say what would save more."""
     model, run, peak = config.model, config.run, known_peak(config.run, device)
     if not model.routed_layers():
         return

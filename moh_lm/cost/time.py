@@ -1,4 +1,4 @@
-"""How long a step takes on so many GPUs: the estimate of a dry run and of tools/plan.py.
+"""Estimates how long a step takes on a number of GPUs, for a dry run and for tools/plan.py.
 
 Matrix products reach ``efficiency`` of the peak, but no micro-batch is faster than the host, which launches every
 kernel. That is why small micro-batches are slow. tools/plan.py describes the other parts.
@@ -17,7 +17,7 @@ from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
 
 ROUTED_LAYER_S, LAYER_S, COMPILED = 7e-3, 3.3e-3, 1.35
-ATTENTION, ROUTED_HEADS, ROUTER_S = 0.46, 0.55, 0.4e-3 / 16384  # the last for a token and a layer
+ATTENTION, ROUTED_HEADS, ROUTER_S = 0.46, 0.55, 0.4e-3 / 16384  # the last per token and layer
 FUSED_ROUTER = 1 / 8
 
 

@@ -1,4 +1,4 @@
-"""Generation with a key/value cache (kv_cache.py): prompts are read whole, then a token at a time is added to each.
+"""Generation with a key/value cache (kv_cache.py): prompts are read whole, then extended by one token at a time.
 
 Shapes: b rows (prompts), s tokens. One rank; the model is a ``CausalLM`` without tensor parallelism.
 """
@@ -12,7 +12,7 @@ from moh_lm.kernels.capture import Differs, capture_on_gpu, distance, rounding
 
 @torch.no_grad()
 def read_prompt(model, cache, row, tokens):
-    """Fill ``row`` of the cache with a prompt, int64 [s]; logits of what follows it, [vocab]."""
+    """Fill ``row`` of the cache with a prompt, int64 [s], and return the logits of the next token, [vocab]."""
     positions = torch.arange(len(tokens), device=tokens.device)
     x = model.model.embed(tokens[None])
     for layer, kept in zip(model.model.layers, cache.layers, strict=True):
@@ -23,10 +23,10 @@ def read_prompt(model, cache, row, tokens):
 
 @torch.no_grad()
 def read_token(model, cache, tokens):
-    """Add one token to every row, int64 [b]; logits of what follows, [b, vocab].
+    """Add one token to every row, int64 [b], and return the logits of the next one, [b, vocab].
 
-    On a GPU the step neither waits for the device nor depends in any shape on what is there: a CUDA graph of it can be
-    replayed, token after token.
+    On a GPU the step does not wait for the device, and no shape depends on values there, so a CUDA graph of it can be
+    replayed for every token.
     """
     x = model.model.embed(tokens[:, None], cache.lengths.long()[:, None])
     for layer, kept in zip(model.model.layers, cache.layers, strict=True):
@@ -36,10 +36,10 @@ def read_token(model, cache, tokens):
 
 
 class CapturedStep:
-    """Called in place of ``step``, which the first call captures in a CUDA graph.
+    """Replaces ``step``, which the first call captures in a CUDA graph.
 
     step: takes nothing and returns logits [b, vocab]. changed: the tensors that it reads and changes, tokens [b] first.
-    From the same values it may run again, since a token overwrites the same keys. Raises ``Differs``.
+    It may run again from the same values, since a token overwrites the same keys. Raises ``Differs``.
     """
 
     def __init__(self, step, changed):
@@ -79,7 +79,7 @@ def generate(
     model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0, seed=0, num_pieces=None,
     attention_backend="auto", cuda_graph=False,
 ):  # fmt: skip
-    """Continue ``prompts``, lists of token ids; yields, for each new token, a list with that of each row.
+    """Continue ``prompts``, lists of token ids. Yields for each step a list with the new token of each row.
 
     A row that has ended with ``eos_id`` gives None from then on. The generation ends when all rows have, or after
     ``max_new_tokens``. Ids from ``num_pieces`` on, rows of the vocabulary without a piece, are never drawn.

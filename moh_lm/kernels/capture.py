@@ -1,4 +1,4 @@
-"""CUDA graphs: all kernels of a function are launched at once, again and again, and no Python runs (``--cuda-graph``).
+"""CUDA graphs (``--cuda-graph``): all kernels of a function are launched at once, repeatedly and without Python.
 
 A graph reads and writes the tensors that the function used when it was captured. Its callers therefore keep inputs and
 state in tensors of their own, and compare one replay with the function itself before they trust a graph.
@@ -6,12 +6,12 @@ state in tensors of their own, and compare one replay with the function itself b
 
 import torch
 
-WARMUPS = 3  # in which libraries choose kernels and allocate what a capture must not
-TOLERANCE = 1e-4  # of a difference from the form without a flag, besides rounding
+WARMUPS = 3  # runs in which libraries choose kernels and make allocations that a capture forbids
+TOLERANCE = 1e-4  # largest difference from the form without a flag, besides rounding
 
 
 class Differs(RuntimeError):
-    """What a ``flag`` asks for does not compute the same as without it. what, found: in words."""
+    """A form requested by a ``flag`` differs from the form without it. what, found: in words."""
 
     def __init__(self, flag, what, found):
         remedy = "leave the flag out, and report the device and the versions of torch and triton"
@@ -44,6 +44,6 @@ def rounding(dtype):
 
 
 def distance(found, exact):
-    """Return the largest difference over the largest exact number. What is not finite in both counts as equal."""
+    """Return the largest difference over the largest exact number. Values not finite in both count as equal."""
     found, exact = (tensor.nan_to_num().float() for tensor in (found, exact))
     return ((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item()

@@ -5,7 +5,7 @@ import math
 from moh_lm.kernels.gated_attention import TRITON
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS, measurement
 
-WORTH_IT = 0.96  # a ratio above is within the noise of the measurement
+WORTH_IT = 0.96  # a larger ratio is within the noise of the measurement
 
 
 def choose_backend(name, device, dtype, shape, active_share, dense_only=False, own_keys=False, compiled=False):
@@ -19,7 +19,7 @@ def choose_backend(name, device, dtype, shape, active_share, dense_only=False, o
         return "dense"
     if name == "auto":
         if device.type == "cpu" and compiled:
-            return "dense"  # the graph would break at cpu_sparse
+            return "dense"  # cpu_sparse would break the graph
         chosen = fastest(device, dtype, tuple(shape), active_share, compiled)
         return "dense" if chosen == "triton" and (TRITON is None or own_keys) else chosen
     if name == "triton" and TRITON is None:

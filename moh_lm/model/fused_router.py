@@ -1,7 +1,7 @@
-"""A router that Triton kernels compute: what ``HeadRouter`` and ``GatedHeads`` say of their tokens, in fewer launches.
+"""A router computed by Triton kernels: the results of ``HeadRouter`` and ``GatedHeads`` in fewer launches.
 
 A layer does not know which router it has, and ranks with slices of a sequence add up their selections as they do in
-balance.py. moh_lm/kernels/triton_router.py has the kernels; ``compare_with_torch`` proves them on a device.
+balance.py. moh_lm/kernels/triton_router.py has the kernels; ``compare_with_torch`` checks them on a device.
 """
 
 import torch
@@ -14,11 +14,11 @@ from moh_lm.model.router import HeadRouter, RouterOutput, SelectionReplay
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.mappings import replicate
 
-NEAR_TIES = 1e-3  # share of the tokens that may select others than by the torch form
+NEAR_TIES = 1e-3  # share of the tokens that may select other experts than in the torch form
 
 
 class FusedRouter(HeadRouter):
-    """A ``HeadRouter``, or ``GatedHeads`` where no expert is routed. moh_lm/checks/run.py says which forms it has."""
+    """A ``HeadRouter``, or ``GatedHeads`` where no expert is routed. See moh_lm/checks/run.py for the forms."""
 
     def __init__(self, config, *arguments, **named):
         super().__init__(config, *arguments, **named)
@@ -94,7 +94,7 @@ class FusedRouting(torch.autograd.Function):
 
 def compare_with_torch(router, shape):
     """Return the largest differences of gates and of gradients from the torch form, relative to the largest, and the
-    share of the tokens for which the two select other experts, by random weights and tokens of ``shape`` [s/tp, b, d].
+    share of the tokens for which the two select other experts, on random weights and tokens of ``shape`` [s/tp, b, d].
 
     Raises ``Differs`` if they do by more than rounding. All ranks of the router call this together.
     """

@@ -1,7 +1,7 @@
 """The decoder: embedding, L blocks of (RMSNorm, MoH attention, RMSNorm, SwiGLU) with residuals, RMSNorm, output head.
 
-Its shape is LLaMA's. Parameters have the names of Hugging Face's LLaMA, so an export needs no map of names. Every layer
-takes the tensor-parallel group, which is None on one rank. Activations between layers are [s/tp, b, d].
+The architecture is LLaMA's. Parameters have the names of Hugging Face's LLaMA, so an export needs no map of names.
+Every layer takes the tensor-parallel group, which is None on one rank. Activations between layers are [s/tp, b, d].
 """
 
 import hashlib
@@ -131,7 +131,7 @@ class WholeModel(nn.Module):
     """What the engine needs from a model on one pipeline stage besides its forward pass."""
 
     def initialize(self, seed):
-        """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
+        """Draw every parameter from a generator seeded with (seed, name): the same whole matrix in every layout."""
         initialize(self.named_parameters(), seed)
 
     def tied_parameters(self):

@@ -34,21 +34,21 @@ class Partition:
         return sum(stop - start for start, stop in self.ranges) + self.padding
 
     def take(self, whole):
-        """This rank's slice of the whole parameter, padded with zeros."""
+        """Return this rank's slice of the whole parameter, padded with zeros."""
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         if self.padding:
             parts.append(torch.zeros_like(whole.narrow(self.dim, 0, 1)).repeat_interleave(self.padding, self.dim))
         return torch.cat(parts, self.dim)
 
     def locate(self, indices):
-        """(position of each of the ``indices`` in this rank's one range, whether it is there; elsewhere it is 0)."""
+        """Return the position of each index in this rank's only range, 0 if it is outside, and whether it is inside."""
         ((start, stop),) = self.ranges
         here = (indices >= start) & (indices < stop)
         return (indices - start).masked_fill(~here, 0), here
 
 
 def even_partition(dim, size, group):
-    """Consecutive slices of equal length; the last ranks are padded where ``size`` does not divide."""
+    """Return consecutive slices of equal length; the last ranks are padded where ``size`` does not divide evenly."""
     length = -(-size // group_size(group))
     start = min(size, group_rank(group) * length)
     stop = min(size, start + length)
@@ -56,7 +56,7 @@ def even_partition(dim, size, group):
 
 
 def make_parameter(shape, init_std=None, partition=None, init_value=1.0):
-    """An empty parameter of the whole ``shape``, or of this rank's part of it. No ``init_std``: all ``init_value``."""
+    """Return an empty parameter of ``shape``, or of this rank's part. Without ``init_std``, it is ``init_value``."""
     local = list(shape)
     if partition is not None:
         local[partition.dim] = partition.local_size()
@@ -64,7 +64,7 @@ def make_parameter(shape, init_std=None, partition=None, init_value=1.0):
     parameter.whole_shape = tuple(shape)
     parameter.init_std, parameter.init_value = init_std, init_value
     parameter.tensor_partition = partition
-    # DeepSpeed counts a parameter in the gradient norm of every tensor-parallel rank only if it bears this stamp.
+    # DeepSpeed counts a parameter in the gradient norm of every tensor-parallel rank only if it has this attribute.
     parameter.tensor_model_parallel = partition is not None
     return parameter
 
@@ -120,18 +120,18 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 
 
 def separate(x, *layers):
-    """Return what each of the ``layers`` makes of x."""
+    """Return the output of each of the ``layers`` for x."""
     return [layer(x) for layer in layers]
 
 
 def joined(x, *layers):
-    """The same by one product with copies of all weights, one below the other (``--fused-projections``)."""
+    """Do the same with one product, by stacked copies of all weights (``--fused-projections``)."""
     products = JoinedProducts.apply(x, *(layer.factor() for layer in layers))
     return [layer.finished(product) for layer, product in zip(layers, products, strict=True)]
 
 
 class JoinedProducts(torch.autograd.Function):
-    """x A_1^T, x A_2^T, ...: x [..., input], A_i [output_i, input]. The copies are made again in the backward pass."""
+    """Returns x A_1^T, x A_2^T, ... for x [..., input] and A_i [output_i, input]. The backward pass copies again."""
 
     @staticmethod
     def forward(ctx, x, *weights):

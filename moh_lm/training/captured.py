@@ -8,9 +8,9 @@ backward pass returns the gradients that the graph has written. DeepSpeed's hook
 and its buckets, sums over micro-batches and reductions are those of an uncaptured run.
 
 A graph repeats kernels and no Python. The shares and the coefficient that routers follow are tensors that change in
-place (``BatchContext``). What else Python decides about a micro-batch is its kind, and a micro-batch of another kind,
-such as the first after a dense warm-up, is recorded anew. What a pass adds to lists, such as rows of routers, is taken
-from them during the capture, and every replay adds a copy of it.
+place (``BatchContext``). All other decisions of Python about a micro-batch form its kind, and a micro-batch of another
+kind, such as the first after a dense warm-up, is recorded again. Tensors that a pass adds to lists, such as rows of
+routers, are taken from them during the capture, and every replay adds copies of them.
 """
 
 from typing import NamedTuple
@@ -82,7 +82,7 @@ class CapturedMicroBatch:
 
 
 class Replay(torch.autograd.Function):
-    """The mean loss and the losses of the micro-batch whose data are in the inputs of a graph."""
+    """Returns the mean loss and the losses of the micro-batch whose data are in the inputs of a graph."""
 
     @staticmethod
     def forward(ctx, captured, *weights):
@@ -98,7 +98,7 @@ class Replay(torch.autograd.Function):
         for parts, part in zip(ctx.captured.recorders(), outputs.parts, strict=True):
             if part is not None:
                 parts.add(part.clone())
-        return None, *outputs.gradients  # autograd copies what others hold
+        return None, *outputs.gradients  # autograd copies tensors that others hold
 
 
 def differences(found, exact):

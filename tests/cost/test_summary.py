@@ -157,7 +157,7 @@ WARNINGS = {
     "--gradient-clipping 1e-9": "--gradient-clipping 1e-09: is far from what is usual",
     "--load-balance-coefficient 1000": "--load-balance-coefficient 1000: is far from what is usual",
     "--num-active-routed-heads 4": "--num-active-routed-heads: with the shared heads every token uses all of them",
-    "--validation-fraction 0.9": "--validation-fraction 0.9: less is left to train on than is held out",
+    "--validation-fraction 0.9": "--validation-fraction 0.9: less is left for training than is held out",
     "--require-checkpoint": "--require-checkpoint: --checkpoint-dir .* has none",
     "--data-dir nowhere": "--data-dir nowhere: does not exist",
     "--hidden-size 65536": "memory: about 115[.0-9]* GiB per rank, and a GPU has 288.00 GiB; choose --recompute",
