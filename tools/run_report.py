@@ -43,11 +43,11 @@ def parse_arguments(texts):
 def run(arguments):
     from moh_lm.monitor.report.page import write_page
 
-    gc.disable()  # a fifth of the time, to find nothing: rows and pictures stay until the page is written
+    gc.disable()  # it takes a fifth of the time in vain: rows and pictures stay until the page is written
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
     foreign = output.is_file() and b'content="MoH-LM"' not in output.read_bytes()[:4096]
-    if foreign and not arguments.output and len(arguments.runs) > 1:  # a run directory is the run's own
-        raise ConfigError([f"{output}: is no page of this program; move it, or give --output FILE.html"])
+    if foreign and not arguments.output and len(arguments.runs) > 1:  # a single run's page belongs to its run directory
+        raise ConfigError([f"{output}: is not a page of this program; move it, or give --output FILE.html"])
     kind, *others = map(kind_of_run, arguments.runs)
     for run, other in zip(arguments.runs[1:], others, strict=True):
         if other is not kind:

@@ -6,7 +6,7 @@ from dataclasses import field, fields, is_dataclass
 class ConfigError(Exception):
     """Errors that the user has to fix, one sentence each in ``problems``. Programs print them and exit with code 2.
 
-    local_rank: the first rank on a node that sees them; it prints them.
+    local_rank: the first rank on a node that sees the errors, and prints them.
     """
 
     def __init__(self, problems: list[str], local_rank: int = 0):

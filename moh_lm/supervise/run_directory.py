@@ -1,4 +1,4 @@
-"""The run directory: that it can be written, and that only one run writes to it."""
+"""Ensures that the run directory can be written, and that only one run writes to it."""
 
 import contextlib
 import errno
@@ -14,12 +14,11 @@ from moh_lm.parsing import parse_json
 from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
-LOCK_SECONDS = 10  # to wait for a run directory that is in use
+LOCK_SECONDS = 10  # seconds to wait for a run directory that is in use
 
 
 def make_run_directory(path, keep=True):
-    """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written. keep: whether a new
-    directory stays."""
+    """Raise ConfigError unless ``path`` is or can become a writable directory. keep: whether a new directory stays."""
     absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -34,7 +33,7 @@ def make_run_directory(path, keep=True):
 
 
 def lock_run_directory(path, called="--checkpoint-dir"):
-    """Hold the run directory until this process ends, however it ends. The lock's file says who holds it.
+    """Lock the run directory until this process ends, however it ends. The lock's file says who holds it.
 
     called: the argument that named the directory. Raises ConfigError if another run holds it, with what is known about
     that run, or if no lock is possible.
@@ -59,7 +58,7 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     else:
         more = describe_holder(name)
         raise ConfigError([f"{called} {path}: another run is writing to it{more}; or give another directory"])
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    with contextlib.suppress(OSError):  # the disk may be full; the lock holds anyway
         lock.truncate(0)
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         lock.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n")
@@ -77,7 +76,7 @@ def open_no_link(path, flags):
 
 
 def describe_holder(name):
-    """A text that says who holds the lock, how to check whether that process is alive, and what to do then."""
+    """Return a text that says who holds the lock, how to check whether that process is alive, and what to do then."""
     try:
         holder = parse_json(name.read_text(encoding="utf-8"))
         host, process, since = holder["host"], int(holder["process"]), holder["since"]

@@ -178,7 +178,7 @@ def test_a_page_that_somebody_else_wrote_is_not_replaced(runs, tmp_path, monkeyp
     foreign = tmp_path / "report.html"
     foreign.write_text("<!doctype html><title>mine</title>")
     assert run_report.main([str(runs.first), str(runs.second)]) == 2
-    assert "report.html: is no page of this program" in capsys.readouterr().err
+    assert "report.html: is not a page of this program" in capsys.readouterr().err
     assert foreign.read_text() == "<!doctype html><title>mine</title>"
     foreign.unlink()
     assert [run_report.main([str(runs.first), str(runs.second)]) for _ in range(2)] == [0, 0]
