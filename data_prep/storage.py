@@ -75,7 +75,7 @@ def remote_files(pattern: str) -> tuple[list[str], list[str]]:
     except FileNotFoundError:
         return [], []
     folders = [name for name, info in found.items() if info["type"] == "directory"]
-    return [files.unstrip_protocol(name) for name in found if name not in folders], folders
+    return [files.unstrip_protocol(name) for name, info in found.items() if info["type"] != "directory"], folders
 
 
 def exists(path: str) -> bool:
