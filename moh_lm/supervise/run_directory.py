@@ -9,17 +9,21 @@ import socket
 import time
 from pathlib import Path
 
+from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json
 from moh_lm.parsing import parse_json
 from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
 LOCK_SECONDS = 10  # to wait for a run directory that is in use
+REPLACED = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json", "report.html")  # by a run that starts
+OF_LOCK = '{"host": '  # how the content of a lock begins
 
 
 def make_run_directory(path, keep=True):
-    """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written. keep: whether a new
-    directory stays."""
+    """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written, and has no file of
+    someone else that a run would replace. keep: whether a new directory stays."""
     absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -31,6 +35,19 @@ def make_run_directory(path, keep=True):
             place.rmdir()
     if reason:
         raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
+    if name := foreign_file(Path(path)):
+        raise ConfigError([f"--checkpoint-dir {path}: has a {name} that no run has written; give another directory"])
+
+
+def foreign_file(path):
+    """The first file that a run would replace in a directory where none has begun; or None."""
+    config = None
+    with contextlib.suppress(OSError, ValueError):  # absent, or damaged
+        config = read_json(path / "config.json")
+    is_run = isinstance(config, dict) and "train_iters" in config
+    if is_run or (config is None and list_steps(path / "checkpoints")):
+        return None
+    return next((name for name in REPLACED if os.path.lexists(path / name)), None)
 
 
 def lock_run_directory(path, called="--checkpoint-dir"):
@@ -41,7 +58,7 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     """
     name = Path(path) / ".lock"
     try:  # not through a link, whose target would lose its content
-        lock = open(name, "a+", encoding="utf-8", opener=open_no_link)  # noqa: SIM115 - for the life of the process
+        lock = open(name, "a+", encoding="utf-8", errors="replace", opener=open_no_link)  # noqa: SIM115 - stays open
     except OSError as error:
         reason = "is a link; remove it" if error.errno in (errno.ELOOP, errno.EMLINK) else f"{error.strerror}; fix this"
         raise ConfigError([f"{called} {path}: {name}: {reason}"]) from error
@@ -59,6 +76,9 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     else:
         more = describe_holder(name)
         raise ConfigError([f"{called} {path}: another run is writing to it{more}; or give another directory"])
+    lock.seek(0)
+    if not OF_LOCK.startswith(lock.read(len(OF_LOCK))):  # a file of someone else keeps its content
+        return lock
     with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
         lock.truncate(0)
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
