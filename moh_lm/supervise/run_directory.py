@@ -11,8 +11,7 @@ from pathlib import Path
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import ConfigError
-from moh_lm.data.files import read_json
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import read_json
 from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
@@ -99,7 +98,7 @@ def open_no_link(path, flags):
 def describe_holder(name):
     """A text that says who holds the lock, how to check whether that process is alive, and what to do then."""
     try:
-        holder = parse_json(name.read_text(encoding="utf-8"))
+        holder = read_json(name)
         host, process, since = holder["host"], int(holder["process"]), holder["since"]
     except (OSError, ValueError, KeyError, TypeError):
         return " (the lock does not say which); end it"

@@ -20,11 +20,11 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, flag
+from moh_lm.config.fields import fits
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import model_files
-from tools.hf.convert.import_config import fits
 from tools.hf.convert.import_weights import EMBEDDING
 from tools.hf.convert.source_tokenizer import cleaned
 
