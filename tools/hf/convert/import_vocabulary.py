@@ -61,6 +61,8 @@ def read_tokenizer(path, vocab_size, named):
 
 def without_code(file):
     """The bytes of a file of a tokenizer; its tokenizer_config.json names no Python code."""
+    if not file.is_file():
+        raise ConfigError([f"{file}: is not a file; restore it, or remove it"])
     content = file.read_bytes()
     try:
         return cleaned(content, {}) if file.name == TOKENIZER_FILES[2] else content
