@@ -9,7 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-from moh_lm.checkpoint.directory import list_steps
+from moh_lm.checkpoint.directory import list_steps, step_around
 from moh_lm.config import ConfigError
 from moh_lm.parsing import read_json
 from moh_lm.supervise.local_ranks import process_state
@@ -23,9 +23,15 @@ OF_LOCK = '{"host": '  # how the content of a lock begins
 def make_run_directory(path, keep=True):
     """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written, and has no file of
     someone else that a run would replace. keep: whether a new directory stays."""
-    absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
+    path = Path(path)
+    if step := step_around(path):
+        raise ConfigError([f"--checkpoint-dir {path}: lies in a checkpoint, {step}; give the directory of a run"])
+    if path.resolve().name == "checkpoints" and list_steps(path):
+        advice = f"give its directory, {path.resolve().parent}"
+        raise ConfigError([f"--checkpoint-dir {path}: holds the checkpoints of a run; {advice}"])
+    absent = [place for place in (path, *path.parents) if not os.path.exists(place)]
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
     except OSError as error:
         reason = error.strerror
@@ -34,7 +40,7 @@ def make_run_directory(path, keep=True):
             place.rmdir()
     if reason:
         raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
-    if name := foreign_file(Path(path)):
+    if name := foreign_file(path):
         raise ConfigError([f"--checkpoint-dir {path}: has a {name} that no run has written; give another directory"])
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -50,6 +51,18 @@ def test_foreign_metrics_are_refused_where_no_run_has_begun(tmp_path):
         make_run_directory(tmp_path)
     (tmp_path / "config.json").write_text('{"train_iters": 5}')  # of a run, whose rows they are then
     make_run_directory(tmp_path)
+
+
+def test_the_checkpoints_of_a_run_are_no_run_directory(tmp_path):
+    (step := tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    for path, said in (
+        (step, f"lies in a checkpoint, {step}; give the directory of a run"),
+        (step / "new", f"lies in a checkpoint, {step}"),
+        (step.parent, f"holds the checkpoints of a run; give its directory, {tmp_path}"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"--checkpoint-dir {path}: {said}")):
+            make_run_directory(path)
+    assert not list(step.iterdir())
 
 
 def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
