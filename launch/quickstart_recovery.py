@@ -8,7 +8,6 @@ matplotlib is installed. Exit code 2 if the runs cannot be compared.
 """
 
 import csv
-import io
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import Config, ConfigError
-from moh_lm.data.files import publish_own
 from moh_lm.monitor.events import complete_rows
 
 
@@ -44,14 +42,11 @@ def run(arguments):
     rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
     print_table(rows, list(mixture[0]))
     if arguments.output:
-        files = {"csv": comma_separated(rows)}
+        write_table(f"{arguments.output}.csv", rows)
         try:
-            files["png"] = draw(rows, list(mixture[0]))
+            draw(f"{arguments.output}.png", rows, list(mixture[0]))
         except ModuleNotFoundError:
             print("no picture: matplotlib is not installed")
-        place, name = arguments.output.parent, arguments.output.name
-        publish_own(place, {f"{name}.{ending}": content for ending, content in files.items()})
-        print("\n".join(f"wrote {place / name}.{ending}" for ending in files))
 
 
 def evaluations(run):
@@ -100,16 +95,16 @@ def print_table(rows, names):
         )
 
 
-def comma_separated(rows):
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue().encode()
+def write_table(path, rows):
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"wrote {path}")
 
 
-def draw(rows, names):
-    """A PNG of the curves of ``recovered``: thick for the mean, thin for each source; dashed against the control."""
+def draw(path, rows, names):
+    """The curves of ``recovered``: thick for the mean, thin for each source; dashed against the control."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -123,9 +118,8 @@ def draw(rows, names):
     axes.axhline(100, color="gray", linewidth=0.8)
     axes.set(xlabel="tokens of stage 2 (millions)", ylabel="share of the dense model's quality regained (%)")
     axes.legend()
-    file = io.BytesIO()
-    figure.savefig(file, dpi=150)
-    return file.getvalue()
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":
