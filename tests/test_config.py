@@ -167,6 +167,11 @@ def test_a_value_of_another_type_in_a_file_is_named(tmp_path, key, value, said):
     assert problem.startswith(f"{tmp_path}/config.json: {key} is ") and said in problem
 
 
+def test_a_name_with_control_characters_keeps_its_sentence_on_one_line():
+    (problem,) = ConfigError(["--source a\n\x1b[2Jb\udcff ü: fix it"]).problems
+    assert problem == r"--source a\n\x1b[2Jb\udcff ü: fix it"
+
+
 def test_names_are_unique_and_help_shows_every_flag():
     names = [field.name for _, field in walk(Config())]
     assert len(names) == len(set(names))
