@@ -6,27 +6,27 @@
 
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses.
-``--documents``: attention stays inside documents of so many tokens in the mean. Shown are the median times of the base,
-and of every contestant the median over the rounds of its time over that of the base in the same round: forward alone,
-and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
+``--documents``: attention stays inside documents with this mean number of tokens. The program shows the median times of
+the base and, for every contestant, the median over rounds of its time relative to the base in the same round: forward
+alone, and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
 dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
 ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected; ``in groups`` chooses the same share
 of the heads of every key/value group, where that is a whole number of some (--routing-unit head_in_group).
 
-On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls; a contestant that waits for the
-GPU has eager calls only, and a line says so. The bases are FLASH (EFFICIENT in fp32, and
-with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run first.
-``unfused`` is attention in separate operations, against which the paper may have measured. The micro-batch is 1 on a
-CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
+On a GPU, times come from replayed CUDA graphs and, on the right, from eager calls; a contestant that waits for the
+GPU has only eager calls, and a line says so. The bases are FLASH (EFFICIENT in fp32, and with documents, which FLASH
+cannot mask) and CUDNN, if they run. benchmarks/attention_gpu.py runs first. ``unfused`` is attention in separate
+operations, which may be the paper's baseline. The micro-batch is 1 on a CPU, and 16,384 tokens on a GPU, unless
+``--micro-batch`` sets another.
 
-With ``--save`` training goes by the figures of this machine from then on (moh_lm/kernels/choose.py): its tiles, and
-its layers, by which ``--attention-backend auto`` chooses. Nothing else should run meanwhile.
+With ``--save``, training uses the results of this machine from then on (moh_lm/kernels/choose.py): its tiles, and the
+times of layers, by which ``--attention-backend auto`` chooses. Nothing else should run meanwhile.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     from benchmarks.flags import attention_flags, checked
 
@@ -55,9 +55,9 @@ from moh_lm.model.batch_context import RouterInputs
 from moh_lm.supervise.malloc import keep_freed_memory
 
 TILE = 64
-LONGEST_TUNED = 16384  # tokens; beyond, which takes minutes, the tiles of the longest serve
+LONGEST_TUNED = 16384  # tokens; longer sequences take minutes and use the tiles of this length
 PARTS = ("forward", "both")
-NEVER = 99  # a ratio that is worse than any: the sparse backend could not run
+NEVER = 99  # a ratio worse than any other: the sparse backend could not run
 
 
 def bases(documents, dtype):
@@ -75,11 +75,11 @@ def main(options):
     if device.type == "cuda":
         from benchmarks.attention_gpu import check_and_tune
 
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # unfused: in the precision that is asked for
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # unfused attention in the requested precision
         tuned = [length for length in options.lengths if length <= LONGEST_TUNED]
         new, passed = check_and_tune(new, [SHAPES[name] for name in options.shapes], tuned, device, dtype)
         if options.save and not passed:
-            sys.exit("--save: nothing is written, since auto must not take kernels that failed a check (see above)")
+            sys.exit("--save: nothing is written, since auto must not use kernels that failed a check (see above)")
     sparse, ratios, elements = "triton" if device.type == "cuda" else "cpu_sparse", {}, []
     for level, shape, active, length in product(options.levels, options.shapes, options.active, options.lengths):
         batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
@@ -114,7 +114,7 @@ def make_documents(mean, length, batch, device):
 
 
 def describe(device, dtype):
-    """The machine, the versions and the command."""
+    """Return the machine, the versions and the command."""
     if device.type == "cuda":
         machine = f"{measured.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
     else:
@@ -125,12 +125,12 @@ def describe(device, dtype):
 
 
 def budgets(heads, active):
-    """(shared heads, routed heads per token): half and a quarter of the heads, or a quarter and a quarter."""
+    """Return (shared heads, routed heads per token): half and a quarter of the heads, or a quarter and a quarter."""
     return (heads // 2 if active == 75 else heads // 4), heads // 4
 
 
 def core(shape, active, length, batch, device, dtype, documents):
-    """{name: (function of the inputs, inputs)}; the first, or on a GPU the first two, are bases."""
+    """Return {name: (function of the inputs, inputs)}; the first, or on a GPU the first two, are bases."""
     _, heads, kv_heads, head_dim = shape
     num_shared, num_active = budgets(heads, active)
     torch.manual_seed(0)
@@ -157,7 +157,7 @@ def core(shape, active, length, batch, device, dtype, documents):
     if device.type == "cuda":
         names = {"dense, gates": "dense", "triton": "triton"}
         functions = {name: restricted(plain, backend) for name, backend in bases(documents, dtype).items()}
-        if length <= 2048:  # beyond, its scores fill the memory
+        if length <= 2048:  # longer scores would fill the memory
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
     functions |= {name: with_backend(backend) for name, backend in names.items()}
     functions["own keys"] = with_backend("triton" if device.type == "cuda" else "cpu_sparse", own_keys=True)
@@ -165,7 +165,7 @@ def core(shape, active, length, batch, device, dtype, documents):
 
 
 def tiles(selected, seen):
-    """Tiles computed by the loops over keys, and by those over queries, over those of dense causal attention."""
+    """Return the tiles computed by loops over keys, and over queries, relative to those of dense causal attention."""
     compaction = compact(selected)
     begin, _, _, end = key_blocks(compaction, TILE, TILE, seen.starts)
     length, batch, heads = selected.shape
@@ -174,7 +174,7 @@ def tiles(selected, seen):
 
 
 def layer(shape, active, length, batch, device, dtype, documents):
-    """The same for attention layers of equal weights; gradients of the input and of every parameter."""
+    """Do the same for attention layers with equal weights, with gradients of the input and of every parameter."""
     hidden, heads, kv_heads, head_dim = shape
     num_shared, num_active = budgets(heads, active)
 
@@ -211,7 +211,7 @@ def layer(shape, active, length, batch, device, dtype, documents):
 
 
 def restricted(function, backend):
-    """``function`` with one kernel of scaled dot-product attention."""
+    """Return ``function`` restricted to one kernel of scaled dot-product attention."""
 
     def call(*arguments):
         with sdpa_kernel(backend):
@@ -246,8 +246,8 @@ def report(title, functions, first, rounds, device):
 
 
 def worst(found, sparse, device):
-    """The largest ratios of the sparse backend, forward and backward, to a base: by the clock, or on a GPU of calls and
-    of CUDA graphs; infinity if it cannot run here."""
+    """Return the largest ratios of the sparse backend to a base, forward and backward: by the clock, or on a GPU for
+    calls and CUDA graphs; infinity if it cannot run here."""
     clocks = (1, 0) if device.type == "cuda" else (0,)
     mine = [columns for (_, name), columns in found.items() if name == sparse]
     return [max((columns[clock][1] for columns in mine), default=float("inf")) for clock in clocks]

@@ -1,7 +1,7 @@
-"""What only a GPU can tell of the Triton backend, before it is timed: part of benchmarks/attention.py.
+"""Checks and tunes the Triton backend on a GPU before it is timed: part of benchmarks/attention.py.
 
-Errors against float64 beside those of scaled dot-product attention in the same precision; the fastest tiles; that
-nothing waits for the device; that a CUDA graph computes other routings when replayed.
+It compares errors against float64 with those of scaled dot-product attention in the same precision, finds the fastest
+tiles, and checks that nothing waits for the device and that a replayed CUDA graph can compute another routing.
 """
 
 import itertools
@@ -34,7 +34,7 @@ NAMES = ("output", "dq", "dk", "dv", "dgates")
 
 
 def check_and_tune(new, shapes, lengths, device, dtype):
-    """``new`` with the fastest tiles, which the kernels take from here on, and whether every check was passed."""
+    """Return ``new`` with the fastest tiles, which the kernels use from now on, and whether every check passed."""
     cases = itertools.product(shapes, sorted(lengths))
     passed = [attempt(tune, new, shape, length, device, dtype) for shape, length in cases]
     passed += [
@@ -46,7 +46,7 @@ def check_and_tune(new, shapes, lengths, device, dtype):
 
 
 def attempt(check, *arguments, **options):
-    """What ``check`` returns; or print why it failed, and go on: time on a GPU is scarce, and the others count too."""
+    """Return what ``check`` returns, or print why it failed and continue, because time on a GPU is scarce."""
     try:
         return check(*arguments, **options)
     except Exception:
@@ -55,7 +55,7 @@ def attempt(check, *arguments, **options):
 
 
 def make(shape, length, device, dtype, seed=0, batch=1):
-    """(query, key, value, gates), upstream gradient and selection at 50%, a quarter of the heads shared."""
+    """Return (query, key, value, gates), upstream gradient and selection at 50%, a quarter of the heads shared."""
     _, heads, kv_heads, head_dim = shape
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -85,8 +85,8 @@ def triton(selected, num_shared, documents=None):
 
 
 def errors(shape, device, dtype, length=1000, of_documents=None):
-    """Largest error of every result over that of the dense backend, both against float64, and whether the heads of our
-    kernels repeat bit for bit. of_documents: their length; None: one."""
+    """Return the largest error of every result relative to the dense backend's, both against float64, and whether the
+    heads of our kernels repeat bit for bit. of_documents: their length; None: one document."""
     tensors, upstream, selected = make(shape, length, device, dtype)
     num_shared = shape[1] // 4
     documents = of_documents and document_bounds(torch.arange(length, device=device)[None] % of_documents, True)
@@ -113,17 +113,17 @@ def errors(shape, device, dtype, length=1000, of_documents=None):
 
 
 def equal_bits(results, others, num_shared):
-    """Whether two calls gave the same bits, but for the heads of shared groups: the backward pass of scaled dot-product
-    attention, which computes those, adds atomically."""
+    """Return whether two calls gave the same bits, except in the heads of shared groups: the backward pass of scaled
+    dot-product attention, which computes those, adds atomically."""
     heads, kv_heads = results[0].shape[2], results[2].shape[2]
     groups = num_shared * kv_heads // heads
-    own = [groups * tensor.shape[2] // kv_heads for tensor in results]  # the first head that is not in one
+    own = [groups * tensor.shape[2] // kv_heads for tensor in results]  # the first head that is not in a shared group
     return all(torch.equal(a[:, :, n:], b[:, :, n:]) for a, b, n in zip(results, others, own, strict=True))
 
 
 def tune(new, shape, length, device, dtype):
-    """Time every choice of tiles for each kernel, the one of its table too, print them in order, and add the fastest of
-    those that compute what the dense backend does to ``new.tiles``. Returns whether each kernel has one."""
+    """Time every choice of tiles for each kernel, including that of its table, and print them in order. Add the fastest
+    choices that agree with the dense backend to ``new.tiles``. Returns whether each kernel has one."""
     tensors, upstream, selected = make(shape, length, device, dtype, batch=max(1, 16384 // length))
     num_shared = shape[1] // 4
     groups = num_shared * shape[2] // shape[1]
@@ -153,7 +153,7 @@ def tune(new, shape, length, device, dtype):
                 if not all(map(agree, call(), wanted)):
                     raise ArithmeticError("another result than that of the dense backend")
                 found.append((1e3 * seconds(recorded(call).replay, device)[0], choice))
-            except Exception as error:  # this GPU has not the shared memory, or Triton cannot compile it
+            except Exception as error:  # this GPU lacks shared memory, or Triton cannot compile it
                 print(f"tiles {kernel} e={shape[3]} T={length} {choice}: {type(error).__name__} {str(error)[:80]}")
         found.sort()
         new.tiles.extend([kernel, length, shape[3], choice] for _, choice in found[:1])
@@ -165,7 +165,7 @@ def tune(new, shape, length, device, dtype):
 
 
 def agree(tensor, other):
-    """Whether two results differ by no more than roundings of 16 bits explain, by their L2 distance."""
+    """Return whether the L2 distance of two results is within the rounding of 16-bit numbers."""
     return bool((tensor.double() - other.double()).norm() <= 0.03 * other.double().norm())
 
 
@@ -179,8 +179,8 @@ def never_waits(shape, device, dtype, length=1024):
 
 
 def replays(shape, device, dtype, length=1024):
-    """A CUDA graph of forward and backward, replayed with other inputs and another routing, equals the eager result to
-    the bit in the heads of our kernels."""
+    """Return whether a CUDA graph of forward and backward, replayed with other inputs and another routing, equals the
+    eager result to the bit in the heads of our kernels."""
     tensors, upstream, selected = make(shape, length, device, dtype)
     function = triton(selected, shape[1] // 4)
     results = []

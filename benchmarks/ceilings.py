@@ -1,14 +1,14 @@
-"""What a device does at best: bytes copied, FLOPs of matrix products, and how long the host takes for an operation.
+"""Measures the limits of a device: bytes copied, FLOPs of matrix products, and the host's time for an operation.
 
     python benchmarks/ceilings.py [--rounds 7] [--dtype bfloat16]
 
-The products are those of a layer and of the output head of LLM-S and LLM-B on 16,384 tokens, and a square one.
+The products are those of a layer and of the output head of LLM-S and LLM-B with 16,384 tokens, and a square one.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     from benchmarks.flags import ceiling_flags, checked
 
@@ -46,23 +46,23 @@ def main(options):
 
 
 def copied(numbers, device, dtype, options):
-    """Bytes read and written in a second by a copy of so many numbers."""
+    """Return the bytes read and written per second by a copy of this many numbers."""
     source = torch.zeros(numbers, dtype=dtype, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / fastest(lambda: target.copy_(source), device, options)
 
 
 def fastest(function, device, options):
-    """The median of the seconds of a call; on a GPU of a replayed CUDA graph."""
+    """Return the median of the seconds of a call, or on a GPU of a replayed CUDA graph."""
     clock = stopwatch(function, device, "ceilings")
     clock()
     return median(clock()[0] for _ in range(options.rounds))
 
 
 def host_seconds(device):
-    """Seconds that the host needs to start a small operation, forward and backward."""
+    """Return the seconds that the host needs to start a small operation, forward and backward."""
     x = torch.ones(16, device=device, requires_grad=True)
-    for _ in range(2):  # the first time counts nothing
+    for _ in range(2):  # the first time does not count
         y, started = x, time.perf_counter()
         for _ in range(OPERATIONS):
             y = y + 1

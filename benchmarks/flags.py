@@ -1,4 +1,4 @@
-"""The flags of the three programs that time, and the shapes they know: read before the imports that take seconds."""
+"""The flags of the timing programs, and the shapes they know; read before the imports that take seconds."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ KERNELS = Path(__file__).resolve().parents[1] / "moh_lm" / "kernels"  # where --
 
 
 def checked(read, *arguments):
-    """What ``read(*arguments)`` returns; what must be fixed is one line on standard error, and exit code 2."""
+    """Return what ``read(*arguments)`` returns. A mistake is one line on standard error, and exit code 2."""
     try:
         return read(*arguments)
     except ConfigError as error:
@@ -47,10 +47,10 @@ def attention_flags(texts):
     parser.add_argument("--micro-batch", type=at_least(1))
     parser.add_argument("--documents", type=at_least(1), help="their mean length in tokens (default: none)")
     parser.add_argument("--window", type=at_least(0), default=0, help="keys that a token sees; 0: all before it")
-    parser.add_argument("--save", action="store_true", help="let auto go by these figures on this machine")
+    parser.add_argument("--save", action="store_true", help="let auto use these times on this machine")
     options = parser.parse_args(texts)
     if options.save and (options.documents or options.window or "layer" not in options.levels):
-        parser.error("--save: auto goes by whole layers without --documents and --window; leave out these and --levels")
+        parser.error("--save: auto uses whole layers without --documents and --window; leave out these and --levels")
     if options.save and not os.access(KERNELS, os.W_OK):
         parser.error(f"--save: {KERNELS} cannot be written to; run it in a checkout of your own")
     return options
@@ -75,6 +75,7 @@ def step_flags(texts):
     names = ["dense", "moh-75", "moh-50", "hf", "groups-50"]
     choices = [*names, *(f"{name}-compiled" for name in names)]
     choices += [f"{name}-fused" for name in choices if not name.startswith("hf")]
+    choices += [f"{name}-joined" for name in choices if not name.startswith("hf")]
     choices += [f"{name}-captured" for name in choices if not name.startswith("hf")]
     add("--contestants", nargs="+", default=names[:4], choices=choices, metavar="NAME", help="(default: the first 4)")
     backends = ("auto", "dense", "triton", "cpu_sparse")
@@ -124,7 +125,7 @@ def gpu_flags(texts):
 
 
 def device_flags(parser, rounds):
-    """The flags of what runs on the GPU, if there is one, or else on the CPU."""
+    """Add the flags of programs that run on the GPU, if there is one, or else on the CPU."""
     parser.add_argument("--threads", type=at_least(1), default=1)
     parser.add_argument("--rounds", type=at_least(1), default=rounds)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))

@@ -1,4 +1,4 @@
-"""What can be measured of a GPU in some minutes, the most valuable first; run again, it resumes where it stopped.
+"""Measures a GPU in a few minutes, the most valuable parts first. If run again, it resumes where it stopped.
 
     python benchmarks/gpu.py [--minutes 12] [--output gpu.jsonl] [--peak-tflops 989] [--rehearse] [--table]
 
@@ -6,20 +6,20 @@
     2  router      routers and gates, by torch and by --fused-router                           benchmarks/router.py
     3  loss        output head and loss, by torch and by --fused-loss                          benchmarks/loss.py
     4  layer       attention layers of LLM-S at 2,048 and 8,192 tokens, checked and tuned      benchmarks/attention.py
-    5  step        training steps of LLM-S at 2,048 tokens, compiled, with and without fusion  benchmarks/step.py
-    6  captured    the same steps by calls and, but for AdamW, as one CUDA graph
-    7  long step   those of LLM-B at 8,192 tokens, the paper's regime
-    8  decoding    a new token against a cache                                                 benchmarks/decode.py
+    5  step        training steps of LLM-S at 2,048 tokens, compiled, by kind of fusion        benchmarks/step.py
+    6  captured    the same steps by calls and, except for AdamW, as one CUDA graph
+    7  long step   steps of LLM-B at 8,192 tokens, the paper's regime
+    8  decoding    a new token against a cache, and of whole models by calls and captured      benchmarks/decode.py
     9  peers       LLM-S against Hugging Face's Llama, both compiled
     10 medium step LLM-S at 8,192 tokens
     11 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens
     12 lengths     attention layers of that shape from 4,096 to 131,072 tokens: prefill (forward), and both passes
-    13 claim       the layer of the sources' own claim, 512 tokens
-    14 save        the layers of LLM-S and LLM-B again; ``auto`` goes by them from then on (measured.json)
+    13 claim       the layer of the paper's own claim, 512 tokens
+    14 save        the layers of LLM-S and LLM-B again; ``auto`` uses their times from then on (measured.json)
 
-Each part is a program of its own, so that one that fails costs only its own time. Every line that it prints is a row
-of the file at once: {"part", "line"}; and {"part", "command", "seconds", "code"} when it ends. Parts that ended with
-code 0 are skipped the next time. At the end of its minutes a part is stopped; its rows stay.
+Each part is a separate program, so that a failure costs only its own time. Every line that it prints becomes a row of
+the file at once, {"part", "line"}, and its end becomes {"part", "command", "seconds", "code"}. Parts that ended with
+code 0 are skipped the next time. When its minutes are over, a part is stopped, and its rows stay.
 """
 
 import json
@@ -33,7 +33,7 @@ import time
 from itertools import groupby
 from pathlib import Path
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from benchmarks.flags import checked, gpu_flags
@@ -46,7 +46,8 @@ PARTS = {
     "router": "router.py",
     "loss": "loss.py",
     "layer": "attention.py --levels layer --shapes llm-s --lengths 2048 8192 --rounds 5",
-    "step": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants {KINDS} moh-50-compiled",
+    "step": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants {KINDS} moh-50-compiled "
+    "dense-compiled-fused-joined moh-50-compiled-fused-joined",
     "captured": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 --contestants dense-compiled-fused "
     "dense-compiled-fused-captured moh-50-compiled-fused moh-50-compiled-fused-captured",
     "long step": f"{STEP} --shape llm-b --seq-length 8192 --micro-batch-size 2 --contestants {KINDS}",
@@ -92,12 +93,12 @@ def rows_of(path):
 
 
 def finished(path):
-    """The parts that ended well, by the rows of the file."""
+    """Return the parts that succeeded, according to the rows of the file."""
     return {row["part"] for row in rows_of(path) if row.get("code") == 0}
 
 
 def tables(path):
-    """Lines of Markdown, a table for each part: what its columns are is said by the program that printed them."""
+    """Return lines of Markdown, a table for each part. The program that printed its columns explains them."""
     for part, rows in groupby(rows_of(path), key=lambda row: row["part"]):
         shown = [re.split(r"\s{2,}|: ", row["line"].strip()) for row in rows if "line" in row]
         width = max(map(len, shown), default=0)
@@ -106,7 +107,7 @@ def tables(path):
 
 
 def run_part(part, command, options, deadline):
-    """Run a program, with its lines on the terminal and in the file as they come, until the deadline."""
+    """Run a program until the deadline, with its lines on the terminal and in the file as they arrive."""
     variables = os.environ | ({"TRITON_INTERPRET": "1"} if options.rehearse else {}) | {"PYTHONUNBUFFERED": "1"}
     started, lines = time.monotonic(), queue.SimpleQueue()
     with (

@@ -2,14 +2,14 @@
 
     python benchmarks/router.py [--shapes llm-s llm-b llama3-8b] [--tokens 16384] [--routing sigmoid paper] [--rounds 7]
 
-Half of the heads are on, half of those shared. Both are compared before anything is timed; a difference ends the
-program. Times are those of benchmarks/attention.py.
+Half of the heads are on, and half of those are shared. Both forms are compared before anything is timed; a difference
+ends the program. Times are those of benchmarks/attention.py.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     from benchmarks.flags import checked, router_flags
 

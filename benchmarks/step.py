@@ -5,18 +5,19 @@
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
 AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
-name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``; with -fused the
-kernels are those of ``--fused-loss`` and ``--fused-router``; with -captured behind these, forward and backward pass are
-one graph, as with ``--cuda-graph``. A step's time is the median over the rounds, after one that does not count; a ratio
-is the median of the ratios within a round, on a CPU by the clock and, behind it, by CPU time. GiB on a GPU: the most
-that a contestant needs during a step, with its own weights and moments. MFU: FLOPs of the step by ``flops_per_token``
-over time and --peak-tflops, for all heads and for active ones.
+name that continues with -compiled is the same under torch.compile, ours by layers as with ``--compile``. With -fused,
+the kernels are those of ``--fused-loss`` and ``--fused-router``; with -joined after it, the products are those of
+``--fused-projections``; with -captured at the end, forward and backward pass are one graph, as with ``--cuda-graph``.
+A step's time is the median over the rounds, after one that does not count. A ratio is the median of the ratios within a
+round, on a CPU by the clock and then by CPU time. GiB on a GPU is the most memory that a contestant needs during a
+step, with its own weights and moments. MFU is the step's FLOPs by ``flops_per_token`` over time and --peak-tflops, for
+all heads and for active ones.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     from benchmarks.flags import checked, step_flags
 
@@ -46,11 +47,11 @@ VOCAB = {"tiny": 1024}
 
 
 def main(arguments):
-    sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off has shown the lengths that it finished
+    sys.stdout.reconfigure(line_buffering=True)  # an interrupted run has shown the finished lengths
     device = torch.device(checked(usable_device, arguments.device))
     checked(check_backend, arguments, device)
     if device.index:
-        torch.cuda.set_device(device)  # events, the peak of memory and the name are those of the current GPU
+        torch.cuda.set_device(device)  # events, peak memory and name refer to the current GPU
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
@@ -64,7 +65,7 @@ def check_backend(arguments, device):
     """Raise ConfigError for a --backend that cannot train there."""
     backend, needed = arguments.backend, "cpu" if arguments.backend == "cpu_sparse" else "cuda"
     compiled = [name for name in arguments.contestants if "-compiled" in name and not name.startswith("hf")]
-    fused = [name for name in arguments.contestants if name.endswith("-fused")]
+    fused = [name for name in arguments.contestants if "-fused" in name]
     captured = [name for name in arguments.contestants if name.endswith("-captured")]
     problems = []
     if fused and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -85,7 +86,7 @@ def check_backend(arguments, device):
 
 def compare(arguments, length, device):
     torch.compiler.reset()  # every length is compiled as if it were the only one
-    contestants, own = {}, {}  # own: bytes that stay between steps
+    contestants, own = {}, {}  # own: bytes kept between steps
     for name in arguments.contestants:
         before = allocated(device)
         contestants[name] = make(name, arguments, length, device)
@@ -127,11 +128,12 @@ def allocated(device):
 
 
 def make(name, arguments, length, device):
-    """(step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
+    """Return (step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
     sizes = {**MODELS[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
     heads = HeadsConfig(head_selection="all")
     called = name.removesuffix("-captured")
-    unfused = called.removesuffix("-fused")
+    separate = called.removesuffix("-joined")
+    unfused = separate.removesuffix("-fused")
     kind = unfused.removesuffix("-compiled")
     if kind.startswith("moh-"):
         shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
@@ -149,12 +151,9 @@ def make(name, arguments, length, device):
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
         asked = "groups" if config.chooses_in_groups else arguments.backend
         chosen = choose_backend(asked, device, dtype, queries, share, compiled=kind != unfused)
-        with device:  # drawn there, billions of weights take no time
-            fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != called)
-            model, loss_of = build_model(config, backends=chosen, **fused), our_loss
-        for parameter in model.parameters():
-            constant = parameter.init_std is None
-            torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)
+        fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != separate)
+        model = drawn(config, device, backends=chosen, fused_projections=separate != called, **fused)
+        loss_of = our_loss
         if kind != unfused:
             compile_layers(model)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
@@ -171,6 +170,16 @@ def make(name, arguments, length, device):
         return loss.detach()
 
     return step, flops_per_token(config, length)
+
+
+def drawn(config, device, **settings):
+    """Return our model with random weights. settings: see ``build_model``."""
+    with device:  # billions of weights are drawn quickly there
+        model = build_model(config, **settings)
+    for parameter in model.parameters():
+        constant = parameter.init_std is None
+        torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)
+    return model
 
 
 def our_loss(model, tokens):

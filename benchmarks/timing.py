@@ -1,4 +1,4 @@
-"""How long functions take that are called in turns: by the clock and by CPU time, or on a GPU by its events.
+"""Times functions that are called in turns: by the clock and by CPU time, or on a GPU by its events.
 
 A GPU may replay the work from a CUDA graph, so that small kernels do not wait for Python.
 """
@@ -7,6 +7,8 @@ import time
 from statistics import median
 
 import torch
+
+from moh_lm.kernels.capture import capture_on_gpu
 
 
 def set_up(options):
@@ -17,12 +19,12 @@ def set_up(options):
 
 
 class Waits(RuntimeError):
-    """A call waits for the GPU, which no CUDA graph can hold."""
+    """A call waits for the GPU, so it cannot be in a CUDA graph."""
 
 
 def stopwatch(function, device, name):
-    """What runs it when called, and gives its ``seconds``; on a GPU those of its CUDA graph, then those of a call. What
-    waits for the GPU has no graph: both are of calls, and a line says so of ``name``."""
+    """Return a function that runs ``function`` and gives its ``seconds``; on a GPU those of its CUDA graph, then those
+    of a call. A function that waits for the GPU has no graph: both are of calls, and a line says so for ``name``."""
     if device.type == "cpu":
         return lambda: seconds(function, device)
     try:
@@ -34,7 +36,7 @@ def stopwatch(function, device, name):
 
 
 def in_turns(clocks, rounds):
-    """{key: [what its clock gave, by round]}; clocks: {key: function}. The first round does not count."""
+    """Return {key: [result of its clock in each round]}. clocks: {key: function}. The first round does not count."""
     taken = {key: [] for key in clocks}
     for number in range(rounds + 1):
         for key, clock in clocks.items():
@@ -45,13 +47,13 @@ def in_turns(clocks, rounds):
 
 
 def ratio(mine, base, clock):
-    """The median over the rounds of one time to another, both by the same of their clocks."""
+    """Return the median over the rounds of the ratio of two times by the same clock."""
     return median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True))
 
 
 def seconds(function, device, repeats=10):
-    """(seconds on the wall, CPU seconds of the process) of a call, or on a GPU (seconds on the device,) of one of so
-    many."""
+    """Return (wall seconds, CPU seconds of the process) of a call, or on a GPU (seconds on the device,) of one of
+    ``repeats`` calls."""
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -66,23 +68,20 @@ def seconds(function, device, repeats=10):
 
 
 def recorded(function):
-    """A CUDA graph of a call. ``function`` runs twice before: kernels are compiled and chosen then, and what waits
-    raises ``Waits`` outside of a capture, since torch before 2.13 does not recover from one that fails."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    """Return a CUDA graph of a call. ``function`` runs twice before: kernels are compiled and chosen then, and a wait
+    raises ``Waits`` outside of a capture, since torch before 2.13 does not recover from a failed one."""
+
+    def warm_up():
         function()
         without_waiting(function)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
+
+    graph, _ = capture_on_gpu(function, warm_up)
     graph.replay()  # the first replay is slower
     return graph
 
 
 def without_waiting(function):
-    """Call it. Raises ``Waits`` where it waits for the GPU."""
+    """Call ``function``. Raises ``Waits`` if it waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         function()

@@ -1,4 +1,4 @@
-"""BPE training that continues an existing vocabulary: it joins tokens further, the most frequent pair first.
+"""BPE training that continues an existing vocabulary: it joins more tokens, the most frequent pair first.
 
 New tokens come after all old ones in the order of joining. The larger vocabulary therefore first encodes a text with
 the old tokens, exactly as before, and then joins some neighbours; no old token is ever split.
@@ -18,25 +18,25 @@ import sentencepiece
 from moh_lm.config import ConfigError
 
 LETTERS = np.concatenate([np.arange(0xF0000, 0xFFFFE), np.arange(0x100000, 0x10FFFE), np.arange(0xE000, 0xF900)])
-BETWEEN = "\n"  # words
-MOST_TOKENS = len(LETTERS)  # of a vocabulary that can be extended
-MOST_JOINED = 16  # old tokens in a new one
+BETWEEN = "\n"  # separates words
+MOST_TOKENS = len(LETTERS)  # largest vocabulary that can be extended
+MOST_JOINED = 16  # largest number of old tokens in a new one
 
 
 def spelled(ids: np.ndarray, ends_word: np.ndarray) -> str:
-    """``ids`` int [tokens] in the private alphabet; BETWEEN after those where bool ``ends_word`` [tokens] is true."""
+    """Spell ``ids`` int [tokens] in the private alphabet, with BETWEEN where bool ``ends_word`` [tokens] is true."""
     letters = np.insert(LETTERS[ids], np.flatnonzero(ends_word) + 1, ord(BETWEEN))
     return letters.astype("<u4").tobytes().decode("utf-32-le")
 
 
 def typical(found: Counter[str], old: Counter[str]) -> Counter[str]:
-    """Those of ``found`` in the new text that are a larger part of it than of the ``old`` text."""
+    """Return the items of ``found`` in the new text whose share there is larger than in the ``old`` text."""
     ratio = found.total() / old.total() if old else 0
     return Counter({item: count for item, count in found.items() if count > ratio * old[item]})
 
 
 def cut_where_old(words: Counter[str], old_words: Counter[str]) -> Counter[str]:
-    """``words`` cut into parts between tokens that are together in a larger part of the old text than of the new."""
+    """Cut ``words`` between tokens whose pairs are a larger share of the old text than of the new."""
     kept = typical(neighbours(words), neighbours(old_words))
     parts = Counter()
     for word, count in words.items():
@@ -55,7 +55,7 @@ def neighbours(words: Counter[str]) -> Counter[str]:
 
 
 def joined_tokens(words: Counter[str], number: int) -> list[list[int]]:
-    """Up to ``number`` new tokens, each as the old ids that it is joined from, in the order of joining.
+    """Return up to ``number`` new tokens in the order of joining, each as the old ids from which it is joined.
 
     ``words``: words in the private alphabet, and how often they occur.
     """
@@ -86,7 +86,7 @@ def joined_tokens(words: Counter[str], number: int) -> list[list[int]]:
     trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [trained.id_to_piece(index) for index in range(1, trained.vocab_size())]
     order = {piece: index for index, piece in enumerate(pieces) if len(piece) > 1}
-    # In a small text the trainer also takes pairs that no longer occur: what no word is joined from is left out.
+    # In a small text the trainer also joins pairs that no longer occur; tokens that are in no word are left out.
     found = {piece for word in joinable for piece in trained.encode(word, out_type=str)}
     useful = {step for piece in found for step in steps(piece, order)}
     ids = {chr(letter): index for index, letter in enumerate(LETTERS.tolist())}

@@ -1,13 +1,13 @@
-"""Containers of input files, recognised by the first bytes whatever the name, and the bytes inside them.
+"""Containers of input files, recognised by their first bytes and not by their names, and the bytes inside them.
 
     gzip       all members, and zero bytes between them
-    zstd       all frames, skippable ones passed over, windows of up to 2 GiB
-    parquet    a table, as is
+    zstd       all frames except skippable ones, with windows of up to 2 GiB
+    parquet    a table, unchanged
     arrow      Arrow IPC, its file or its stream format; data_prep/documents.py reads the tables
     plain      everything else
 
-A container is the unit of failure: one that is cut off, damaged, or not what its name says (an error page that was
-saved in place of an archive, a pointer of Git LFS) is an ``InputError``: a part of a file never passes for the whole.
+A container is the unit of failure. If it is cut off, damaged, or not what its name says (an error page saved instead of
+an archive, a pointer of Git LFS), it raises an ``InputError``, so a part of a file never passes for the whole.
 """
 
 import io
@@ -26,11 +26,11 @@ from moh_lm.cli.command import Failure
 from moh_lm.parsing import parse_json
 
 READ = 1 << 18  # bytes per read
-SLICE = 1 << 10  # bytes of zstandard that are unpacked at once: at most 32 MB, since 4 bytes may stand for 128 KiB
-LONGEST = 1 << 29  # bytes of a document, and of what is unpacked at once
+SLICE = 1 << 10  # bytes of zstandard unpacked at once, to at most 32 MB, since 4 bytes may stand for 128 KiB
+LONGEST = 1 << 29  # most bytes of a document, and of data unpacked at once
 BESIDE = 1 << 26  # bytes that a line may have beside its text: parsed, `{},{},...` takes 24 times its size
-MAGIC = 4  # bytes that tell a gzip member or a zstandard frame
-LARGEST_WINDOW = 1 << 31  # of zstandard, in bytes
+MAGIC = 4  # bytes that identify a gzip member or a zstandard frame
+LARGEST_WINDOW = 1 << 31  # largest window of zstandard, in bytes
 CONTAINER = re.compile(
     rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<parquet>PAR1)|(?P<arrow>ARROW1\0\0|\xff{4})"
@@ -56,10 +56,10 @@ CARRIAGE_RETURN = re.compile(rb"\}[ \t]*\r\s*\{")  # between objects; a string o
 ONE_JSON_VALUE = re.compile(rb"\[\s*\{|[\[{]\s*\n")
 ARCHIVE_NAME = re.compile(r"\.(gz|zst|zstd|parquet|arrow)$")
 JSON_LINES_NAME = re.compile(r"(?i)\.(jsonl|json|ndjson)(\.|$)")
-FOLLOWING = 8  # lines that tell whether JSON lines stand behind a first line that is none
+FOLLOWING = 8  # lines that show whether JSON lines follow a first line that is not JSON
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FAILURES = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
-FAILURES += (ValueError, OverflowError, KeyError)  # of pyarrow: values that Python cannot hold, a column twice
+FAILURES += (ValueError, OverflowError, KeyError)  # from pyarrow: values that Python cannot hold, a column twice
 
 
 class InputError(Failure):
@@ -68,7 +68,7 @@ class InputError(Failure):
 
 @contextmanager
 def reading(path: str):
-    """A context in which any failure to read a file becomes an InputError that names it."""
+    """Context in which any failure to read a file becomes an InputError that names it."""
     try:
         yield
     except FAILURES as error:
@@ -77,7 +77,7 @@ def reading(path: str):
 
 
 def sniff(file, name: str) -> tuple[str, str]:
-    """(container, form) of an open binary file, the form being jsonl, text, or column for parquet and Arrow.
+    """Return (container, form) of an open binary file. The form is jsonl, text, or column for parquet and Arrow.
 
     JSON lines are recognised by their first line, or else by ``name``. Raises InputError for any other content.
     """
@@ -193,7 +193,7 @@ def new_member(gzip: bool):
 
 
 def check_beginning(file: BinaryIO, container: str, data: bytes):
-    """Raise ValueError unless ``data``, which was read last, begins a gzip member or a zstandard frame."""
+    """Raise ValueError unless ``data``, the last bytes read, begins a gzip member or a zstandard frame."""
     match = CONTAINER.match(data)
     if match is None or match.lastgroup != container:
         start = file.tell() - len(data)

@@ -1,4 +1,4 @@
-"""Which corpus a record belongs to: by its schema first, then by its path. docs/data.md has the schemas.
+"""Recognises the corpus of a record, first by its schema, then by its path. docs/data.md has the schemas.
 
 ``meta`` is an object, or a string that holds JSON or the representation of a Python dictionary, as in parquet files
 that were converted from RedPajama. A SET of RedPajama is recognised by meta.source, by keys that only one set has, or
@@ -12,11 +12,11 @@ from pathlib import PurePath
 
 from moh_lm.parsing import parse_json
 
-SET_COLUMNS = ("red_pajama_subset", "meta")  # parquet columns that tell the set of a row
+SET_COLUMNS = ("red_pajama_subset", "meta")  # parquet columns that identify the set of a row
 # As they are spelled in records and paths, in lower case without punctuation.
 SETS = {name: name for name in ("arxiv", "books", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")}
 SETS |= {"book": "books", "cc": "commoncrawl", "wiki": "wikipedia"}
-KEYS = {  # of ``meta``, that only one set has
+KEYS = {  # keys of ``meta`` that only one set has
     "arxiv": {"arxiv_id"},
     "books": {"short_book_title"},
     "commoncrawl": {"pred_label", "wiki_prob"},
@@ -31,8 +31,8 @@ DOLMA_PATH = re.compile(r"dolma-v1_")
 
 
 def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str]:
-    """The sources to which the records of a file belong, judged by one record: several if the file mixes sets, none if
-    the corpus is unknown.
+    """Return the sources of a file's records, judging by one record: several if the file mixes sets, none if the corpus
+    is unknown.
 
     ``name``: the informative part of the file's path. ``tabular``: whether it is parquet, where sets of RedPajama may
     be mixed without a sign of it.
@@ -98,7 +98,7 @@ def named(corpus: str, set_name: object) -> str | None:
 
 
 def parsed(meta) -> dict:
-    """``meta`` as a dictionary; empty if it cannot be read as one, or is longer than any that tells a set."""
+    """Return ``meta`` as a dictionary, empty if it cannot be read as one or is longer than any that names a set."""
     if isinstance(meta, str) and len(meta) <= LONGEST_META:
         try:
             meta = parse_json(meta)

@@ -26,10 +26,10 @@ from data_prep.storage import is_remote, open_file, state_of
 from data_prep.tables import arrow_batches, parquet_batches, without_lists
 from moh_lm.parsing import BeyondLimits, parse_json
 
-SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
-EXCERPT = 200  # bytes of what was dropped
+SAMPLE = 1 << 16  # bytes at either end of a file that identify it
+EXCERPT = 200  # bytes shown of a dropped record
 STDIN = "/dev/stdin"  # the name of a piece that was standard input
-QUOTES = re.compile(rb'(?<!\\)\\*"')  # with the backslashes before them
+QUOTES = re.compile(rb'(?<!\\)\\*"')  # quotes with the backslashes before them
 KEYS = 100  # nested objects may have the key of the text too
 HARMLESS = frozenset({"blank line", "empty text", "of another set"})
 
@@ -59,10 +59,10 @@ class Piece:
 class Document(NamedTuple):
     text: str | None
     dropped: str | None  # the reason why there is no text
-    num_bytes: int  # of the text, in UTF-8
+    num_bytes: int  # bytes of the text in UTF-8
     position: int  # bytes of the piece read so far, of ``Piece.num_bytes``
-    offset: int  # where it is: the byte in the unpacked file, or the row of the table
-    excerpt: bytes  # the beginning of what was dropped
+    offset: int  # the byte in the unpacked file, or the row of the table
+    excerpt: bytes  # the beginning of a dropped record
 
 
 def inspect_file(path: str, name: str) -> Piece:
@@ -89,7 +89,7 @@ def documents(piece: Piece, text_key: str) -> Iterator[Document]:
 
 
 def document(text, dropped, position, offset, raw) -> Document:
-    """A Document of the value found under the text key, or a drop if it is not a text; ``raw``: the record's bytes, if
+    """Return a Document for the value under the text key, or a drop if it is not a text. raw: the record's bytes, if
     known."""
     num_bytes = 0
     if dropped is None and text is None:
@@ -141,7 +141,7 @@ def text_of_line(line: bytes, text_key: str, source: str):
 
 
 def length_of_text(line: bytes, text_key: str) -> int:
-    """Bytes of the longest string under ``text_key``, of the first ``KEYS``, in a line that is not parsed; or 0."""
+    """Return the bytes of the longest of the first ``KEYS`` strings under ``text_key`` in an unparsed line, or 0."""
     key = re.escape(json.dumps(text_key, ensure_ascii=False).encode())
     longest = 0
     for found in islice(re.finditer(key + rb'\s*:\s*"', line), KEYS):
@@ -158,10 +158,10 @@ def other_set(record: dict, source: str) -> str | None:
 
 
 def lines(piece: Piece) -> Iterator[tuple[bytes | None, int, int]]:
-    """(line, or None if it is too long; its offset; bytes of the piece read so far). A newline at its end may stay.
+    """Yield (line, or None if it is too long; its offset; bytes of the piece read so far), perhaps with its newline.
 
-    A line belongs to the range that it starts in, so that neighbouring ranges share no line and miss none. Files that
-    begin with a byte order mark may have been joined: it is removed from the beginning of every line.
+    A line belongs to the range in which it starts, so that neighbouring ranges share no line and miss none. Files that
+    begin with a byte order mark may have been joined, so the mark is removed from the beginning of every line.
     """
     with open_file(piece.path) as file:
         content = unpacked(file, piece.container)
@@ -200,7 +200,7 @@ def column_documents(piece, text_key):
 
 
 def text_of_row(value, record, source):
-    """``text_of_line`` of the value of the text column and those that tell the set, as pyarrow's scalars."""
+    """Do the same as ``text_of_line`` for the text column and the columns that identify the set, pyarrow scalars."""
     try:
         text, record = value.as_py(), {name: without_lists(scalar) for name, scalar in record.items()}
         return text.decode() if isinstance(text, bytes) else text, other_set(record, source)

@@ -1,12 +1,12 @@
-"""Text to token ids, with a SentencePiece model, LLaMA-3's tokenizer, or a Hugging Face tokenizer.
+"""Encodes text as token ids, with a SentencePiece model, LLaMA-3's tokenizer, or a Hugging Face tokenizer.
 
 Every document is encoded by itself and followed by the end-of-sequence token; a beginning-of-sequence token comes
 before it if --bos is given. Special tokens that are spelled out in a text stay text: no engine turns them into control
 ids.
 
 If a model allows it, SentencePiece only encodes segments that were not seen before (data_prep/segment_cache.py). A
-Hugging Face tokenizer encodes documents in batches, or gigatoken does it in its place (--engine). One document in a
-thousand is then also encoded by itself in the ordinary way, and the results must agree.
+Hugging Face tokenizer, or gigatoken in its place (--engine), encodes documents in batches. One document in a thousand
+is then also encoded alone in the ordinary way, and the results must agree.
 """
 
 import json
@@ -29,8 +29,8 @@ from moh_lm.units import listing
 BATCH = 1 << 17  # characters of text that are encoded together
 SPACE_MARK = "\u2581"
 CONFIG = TOKENIZER_FILES[2]  # tokenizer_config.json
-CHECKED = 1000  # one document in so many is encoded twice, unless
-LONGEST_CHECKED = 1 << 20  # it has more characters: SentencePiece takes about 45 bytes of memory for each
+CHECKED = 1000  # one in this many documents is encoded twice,
+LONGEST_CHECKED = 1 << 20  # unless it has more characters: SentencePiece needs about 45 bytes for each
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Batches:
 def gigatoken_batches(model, eos_id: int) -> Batches:
     """gigatoken with the vocabulary of a Hugging Face tokenizer. Raises ConfigError."""
     try:
-        import gigatoken  # optional: it is young
+        import gigatoken  # optional
         if not isinstance(model, HuggingFaceModel):
             raise ValueError("it is for tokenizer.json of Hugging Face")
         facts = parse_json(model.tokenizer.to_str())
@@ -132,7 +132,7 @@ class Tokenizer:
         return found
 
     def ends(self) -> str:
-        """A sentence on the tokens at the ends of documents, and on others that the model might have there."""
+        """Return a sentence on the tokens at the ends of documents, and on others that the model might have there."""
         end, begin = self.model.id_to_piece(self.eos_id), self.model.bos_id()
         named, of_model = getattr(self.model, "eos_token", end), ends_of_model(next(iter(self.files.values())).parent)
         sentence = f"documents end with {end} (id {self.eos_id})"
@@ -150,8 +150,8 @@ class Tokenizer:
 
     @cached_property
     def cache(self) -> SegmentCache | Batches | None:
-        """What encodes many texts faster than one by one: the segment cache, made when the first text is encoded, or
-        batches; None if the model allows neither."""
+        """The segment cache, made when the first text is encoded, or batches: both encode many texts faster than one by
+        one. None if the model allows neither."""
         if isinstance(self.model, HuggingFaceModel):
             return self.gigatoken or Batches("encoding in batches", self.model.encode_batch, self.eos_id)
         return segment_cache(self.model) if isinstance(self.model, sentencepiece.SentencePieceProcessor) else None

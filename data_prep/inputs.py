@@ -1,4 +1,4 @@
-"""Which files belong to which source: named with ``--source NAME=GLOB``, recognised below ``--recognize DIR`` (by
+"""Finds the files of each source: named with ``--source NAME=GLOB``, recognised below ``--recognize DIR`` (by
 data_prep/corpora.py), or read from standard input with ``--source NAME=-``.
 
 A file counts once in a source, however many names it has there: copies are left out and listed in ``Source.copies``.
@@ -29,14 +29,14 @@ from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-FIRST_RECORDS = 100  # of which one must tell the corpus
+FIRST_RECORDS = 100  # one of these must identify the corpus
 NO_DATA = re.compile(
     r"(?i)(^|/)(\.[^/]*|urls)(/|$)"
     r"|(^|/)(readme|licen[cs]e|sha256sums?|md5sums?|urls|dataset_infos?|dataset_dict|state)(\.(txt|rst|html|json))?$"
     r"|\.(md|py|sh|sha256|md5|lock)$"
 )
 UNFINISHED = re.compile(r"\.(part|partial|incomplete|crdownload|aria2|download|tmp)$")
-SHOWN = 20  # files in a list of many
+SHOWN = 20  # files shown of a long list
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Source:
     """The input files of one source, whole, in the order of their names."""
 
     pieces: list[Piece] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)  # sentences
-    copies: list[Piece] = field(default_factory=list)  # files with the content of another one
-    paths: set[str] = field(default_factory=set)  # of all files
+    unreadable: list[str] = field(default_factory=list)  # sentences about these files
+    copies: list[Piece] = field(default_factory=list)  # files with the same content as another one
+    paths: set[str] = field(default_factory=set)  # paths of all files
 
     def arrange(self):
         """Sort the pieces, and move those that repeat the content of an earlier one to ``copies``."""
@@ -74,7 +74,7 @@ def same_content(piece: Piece, other: Piece) -> bool:
 
 
 def source_patterns(sources: list[str]) -> dict[str, list[str]]:
-    """Source name -> its patterns, from NAME=GLOB. Raises ConfigError."""
+    """Return {source name: its patterns} from NAME=GLOB. Raises ConfigError."""
     patterns, problems = {}, []
     for source in sources:
         name, separator, pattern = source.partition("=")
@@ -93,7 +93,7 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
 
 
 def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
-    """(absolute path or URL, name) of the files that match any of ``patterns``, sorted by name.
+    """Return (absolute path or URL, name) of the files that match any of ``patterns``, sorted by name.
 
     The name is relative to the part of the pattern without wildcards: it does not change when a directory tree moves.
     Raises ConfigError for a pattern without a match; ``option`` is what patterns follow on the command line.
@@ -101,7 +101,7 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
     files, problems = {}, []
     for pattern in map(os.path.expanduser, patterns):
         root = os.path.dirname(pattern)
-        while glob.has_magic(root) and not os.path.isdir(root):  # a directory may be named as a pattern
+        while glob.has_magic(root) and not os.path.isdir(root):  # a directory's name may look like a pattern
             root = os.path.dirname(root)
         if is_remote(pattern):
             try:
@@ -112,7 +112,7 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
         else:
             searched = glob.escape(root) + pattern[len(root) :]
             matches = [pattern] if os.path.lexists(pattern) else glob.glob(searched, recursive=True)
-            found = [os.path.abspath(path) for path in matches if not os.path.isdir(path)]  # a broken link is told of
+            found = [os.path.abspath(path) for path in matches if not os.path.isdir(path)]  # a broken link is reported
         if not found:
             remedy = f"for the files of a directory write '{pattern}/*'" if matches else "check the path"
             problems.append(f"{option}{pattern}: matches no file; {remedy}")
@@ -137,8 +137,8 @@ def named_source(option: str, patterns: Iterable[str]) -> Source:
 
 
 def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | InputError]]:
-    """(path, its piece or the reason why there is none) of each file; several are opened at once, since file systems
-    may be slow."""
+    """Yield (path, its piece or the reason why there is none) for each file. Several are opened at once, since file
+    systems may be slow."""
 
     def inspect(file):
         try:
@@ -155,12 +155,12 @@ def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | I
 def recognized_sources(
     directories: list[str], text_key: str, elsewhere: set[str], only: list[str]
 ) -> tuple[dict[str, list[Piece]], list[str], list[str], list[str]]:
-    """Source -> the files of it below ``directories``, sentences for unreadable files, remarks for the user, and the
-    files that are no data.
+    """Return {source: its files below ``directories``}, sentences for unreadable files, remarks for the user, and the
+    files that are not data.
 
-    Files in ``elsewhere`` (real paths) have been named already. If ``only`` is given, only these sources stay. A file
-    that mixes sources is in each of them. A file of an unknown corpus counts as unreadable, and a remark says so before
-    the work starts. Raises ConfigError if all files are of no known corpus.
+    Files in ``elsewhere`` (real paths) have been named already. If ``only`` is given, only these sources are kept. A
+    file that mixes sources is in each of them. A file of an unknown corpus counts as unreadable, and a remark says so
+    before the work starts. Raises ConfigError if all files are of no known corpus.
     """
     sources, unreadable, left_out, unknown, found = {}, [], [], [], set()
     for directory in directories:
@@ -222,7 +222,7 @@ def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def sources_of(piece: Piece, folder: str, text_key: str) -> tuple[list[str], str]:
-    """(the sources of a file below ``folder``, or, if there are none, what is in it). Raises InputError."""
+    """Return the sources of a file below ``folder``, and what it is if it has none. Raises InputError."""
     if UNFINISHED.search(piece.name):
         return [], "has the name of an unfinished download"
     if piece.form == "text":
@@ -252,14 +252,14 @@ def first_records(piece: Piece, text_key: str) -> Iterator[dict]:
 
 
 def shortened(items: list[str]) -> list[str]:
-    """The first of ``items``, and how many more; file names that are not UTF-8 in a form that can be printed."""
+    """List the first of ``items`` and the number of others. File names that are not UTF-8 become printable."""
     shown = [item.encode(errors="backslashreplace").decode() for item in items[:SHOWN]]
     return shown if len(items) <= SHOWN else [*shown, f"and {len(items) - SHOWN} more"]
 
 
 @contextmanager
 def standard_input(directory: Path) -> Iterator[Piece]:
-    """Standard input, copied to a temporary file in ``directory``, so that it can be divided and identified.
+    """Copy standard input to a temporary file in ``directory``, so that it can be divided and identified.
 
     The file gets the oldest modification time, so that only its content decides whether its shards are complete. Raises
     InputError, and OSError if there is no room.
@@ -268,7 +268,7 @@ def standard_input(directory: Path) -> Iterator[Piece]:
     path = directory / f"stdin.tmp-{os.getpid()}"
     digest = hashlib.sha256()
     try:
-        path.unlink(missing_ok=True)  # of a process of that number that was killed
+        path.unlink(missing_ok=True)  # left by a killed process with the same number
         with open(path, "xb") as file, tqdm(desc="standard input", unit="B", unit_scale=True, mininterval=1) as bar:
             while data := sys.stdin.buffer.read(READ):
                 file.write(data)

@@ -26,7 +26,7 @@ from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
-LEFT_OUT = "left_out.txt"  # of the last command
+LEFT_OUT = "left_out.txt"  # files that the last command left out
 FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", LEFT_OUT, *TOKENIZER_FILES)))
 TEMPORARY = re.compile(rf"({FILES})\.tmp-\d+")
 
@@ -50,8 +50,8 @@ def check_model_file(path: Path):
 
 
 def check_tokenizer_files(output: Path, contents: dict[str, bytes]):
-    """Raise ConfigError if ``output`` is not a data directory yet but holds other files of a tokenizer than these, or
-    if its manifest.json is of something else."""
+    """Raise ConfigError if ``output`` is not a data directory yet but holds other tokenizer files than these, or if its
+    manifest.json belongs to something else."""
     with suppress(OSError, ValueError):  # absent or damaged
         found = read_json(output / "manifest.json")
         if not isinstance(found, dict) or "sources" not in found:
@@ -64,7 +64,7 @@ def check_tokenizer_files(output: Path, contents: dict[str, bytes]):
 
 @contextmanager
 def only_run(output: Path):
-    """Holds the data directory for this run; the lock ends with the process, however it ends. Raises ConfigError."""
+    """Lock the data directory for this run. The lock ends with the process, however it ends. Raises ConfigError."""
     directory = os.open(output, os.O_RDONLY)
     try:
         try:
@@ -123,7 +123,7 @@ def replaced_shards(
         if not mine:
             continue
         unnamed = [file for file in named if not named[file] and file not in sources[source].paths]
-        others = [file for file in unnamed if exists(file)]  # one that cannot be read keeps the shard anyway
+        others = [file for file in unnamed if exists(file)]  # a file that cannot be read keeps its shard
         if others:
             raise ConfigError([
                 f"--source {source}: {path} was made from files of this command, such as {mine[0]}, and from "
@@ -139,7 +139,7 @@ def describe_tokenizer(facts: dict) -> str:
 
 
 def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]:
-    """The sidecars among ``shards`` with an input that a finished unit of their source also has."""
+    """Return the sidecars in ``shards`` with an input that a finished unit of their source also has."""
     made = {(unit.source, piece["size"], piece["sample"]) for unit in finished for piece in finished[unit]["inputs"]}
     return [
         path
@@ -167,14 +167,14 @@ def finished_sidecars(output: Path, units: list[Unit]) -> dict[Unit, dict]:
             continue
         written = beside(prefix, ".json").stat().st_mtime
         for piece, made_of in zip(unit.pieces, sidecar["inputs"], strict=False):
-            path, whole = made_of["path"], replace(piece, start=0, end=0, num_bytes=0)  # whole: compared once
+            path, whole = made_of["path"], replace(piece, start=0, end=0, num_bytes=0)  # the whole file, compared once
             comparable = path != piece.origin and is_unchanged(path, piece.size, written)
             if comparable and not same(whole, replace(whole, path=path)):
                 raise ConfigError([
                     f"source {unit.source}: {prefix} was made of {path}; {piece.path} has the same name, size, first "
                     "and last bytes, and differs in between: give one of the files another name"
                 ])
-        local = [piece.path for piece in unit.pieces if not is_remote(piece.path)]  # the name has the etags of others
+        local = [piece.path for piece in unit.pieces if not is_remote(piece.path)]  # the name has etags of the others
         if all(os.path.getmtime(path) <= written for path in local):
             finished[unit] = sidecar
     return finished
@@ -192,7 +192,7 @@ def recorded_groups(directory: Path) -> list[list[str]]:
 
 
 def record_groups(directory: Path, units: list[Unit]):
-    """Record the groups among ``units``; those of earlier runs stay, since their files may come again."""
+    """Record the groups in ``units``; those of earlier runs stay, since their files may return."""
     recorded = recorded_groups(directory)
     formed = [[piece.name for piece in unit.pieces] for unit in units if len(unit.pieces) > 1]
     new = dict.fromkeys(json.dumps(group) for group in formed if group not in recorded)
@@ -220,5 +220,5 @@ def sweep(output: Path, sources: Iterable[str], failed: Iterable[Unit] = ()):
             if TEMPORARY.fullmatch(path.name) or (match and match["temporary"]) or (unfinished and path not in kept):
                 path.unlink()
         if directory != output:
-            with suppress(OSError):  # there is none, or it is not empty
+            with suppress(OSError):  # the directory is absent or not empty
                 directory.rmdir()

@@ -20,21 +20,21 @@ from data_prep.storage import open_file
 from data_prep.units import Unit
 from moh_lm.data.files import publish
 
-FEW = 3  # files that are named in a line
-QUIET = 10  # seconds after which something is said
+FEW = 3  # files named in a line
+QUIET = 10  # seconds of silence after which a line is printed
 NO_DATA, COPIES = "left out because they are not data", "left out as copies of other files"
 EMPTY = "contain no document"
-JUDGED = 1 << 20  # bytes of a compressed file that tell how much it holds
+JUDGED = 1 << 20  # bytes of a compressed file from which its size is estimated
 
 
 class LeftOut:
-    """Files that are left out. A few are named in a line; if there are many, all are listed in the file at ``path``, or
-    in the line where that is a file of someone else."""
+    """Names files that are left out: a few in a line, many in the file at ``path``, or also in a line if that file
+    belongs to someone else."""
 
     def __init__(self, path: Path):
         self.path = path
         self.lines = []
-        with suppress(OSError):  # of an earlier command
+        with suppress(OSError):  # the list of an earlier command
             if path.read_bytes().startswith(tuple(f"{why}: ".encode() for why in (NO_DATA, COPIES, EMPTY))):
                 path.unlink()
         self.is_free = not os.path.lexists(path)
@@ -71,7 +71,7 @@ def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Print every ten seconds, until the block ends, that ``what`` is being done."""
+    """Print every ten seconds, until the block ends, that ``what`` is in progress."""
     ended, start = threading.Event(), time.monotonic()
 
     def tell():
@@ -88,7 +88,7 @@ def told(what: str) -> Iterator[None]:
 
 
 def table(head: list[str], rows: list[list], left: tuple[int, ...] = (0,)) -> Iterator[str]:
-    """Lines of aligned columns: those in ``left`` are left-aligned, the others right-aligned; whole numbers have
+    """Return lines of aligned columns. Those in ``left`` are left-aligned, the others right-aligned; whole numbers have
     commas."""
     shown = [[f"{value:,}" if isinstance(value, int) else value for value in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
@@ -103,7 +103,7 @@ def room(output: str | Path) -> str:
 
 
 def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
-    """An estimate of the room that unfinished units will need, from the finished ones."""
+    """Estimate the space that unfinished units will need from the finished ones."""
     missing = sum(content_bytes(piece) for unit in units if unit not in finished for piece in unit.pieces)
     written = sum(sidecar["bin"]["bytes"] + sidecar["idx"]["bytes"] for sidecar in finished.values())
     read = sum(content_bytes(piece) for unit in finished for piece in unit.pieces)
@@ -115,7 +115,7 @@ def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
 
 
 def content_bytes(piece: Piece) -> float:
-    """About how many bytes a piece has when it is unpacked, judged by its beginning."""
+    """Estimate the unpacked bytes of a piece from its beginning."""
     if piece.container not in ("gzip", "zstd"):
         return piece.num_bytes
     unpacked_bytes = 0

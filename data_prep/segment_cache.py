@@ -1,4 +1,4 @@
-"""SentencePiece's BPE with the same ids but several times faster: a segment of text that recurs is not encoded again.
+"""Gives the ids of SentencePiece's BPE several times faster, because it does not encode repeated segments again.
 
 BPE joins neighbours that together form a piece. If two adjacent bytes are adjacent in no piece of the vocabulary,
 nothing is ever joined across them and the text can be cut there: its tokens are those of its parts, end to end. With a
@@ -31,9 +31,9 @@ PROBE = " two  spaces\n\t\r\n line\u2581mark 2024 caf\u00e9 e\u0301 \u6587\U0001
 
 
 def joined_bytes(proto: sentencepiece_model_pb2.ModelProto) -> np.ndarray | None:
-    """Which byte may be joined to which next one, bool [256, 256]; or None if texts must stay whole for this model.
+    """Return whether each byte may be joined to each next one, bool [256, 256], or None if texts must stay whole.
 
-    They must unless the model is BPE without a normalizer, because a normalizer looks at several characters at once.
+    Texts must stay whole unless the model is BPE without a normalizer, which looks at several characters at once.
     """
     trainer, normalizer, kind = proto.trainer_spec, proto.normalizer_spec, proto.SentencePiece
     pieces = [piece.piece for piece in proto.pieces if piece.type in (kind.NORMAL, kind.USER_DEFINED)]
@@ -43,8 +43,8 @@ def joined_bytes(proto: sentencepiece_model_pb2.ModelProto) -> np.ndarray | None
         or normalizer.precompiled_charsmap
         or normalizer.remove_extra_whitespaces
         or not normalizer.escape_whitespaces
-        or any(piece.type == kind.UNUSED for piece in proto.pieces)  # split as elsewhere in the text
-        or any(" " in piece for piece in pieces)  # a symbol that tells the space from its mark
+        or any(piece.type == kind.UNUSED for piece in proto.pieces)  # unused pieces are split as elsewhere in the text
+        or any(" " in piece for piece in pieces)  # a piece that distinguishes the space from its mark
     ):
         return None
     text = np.frombuffer(bytes([END]).join([piece.encode() for piece in pieces]).replace(MARK, b" "), np.uint8)
@@ -53,14 +53,14 @@ def joined_bytes(proto: sentencepiece_model_pb2.ModelProto) -> np.ndarray | None
     if not trainer.byte_fallback:
         known = np.isin(np.arange(256), [ord(piece) for piece in pieces if len(piece) == 1 and piece < "\x80"])
         known[ord(" ")] = MARK.decode() in pieces
-        joined |= ~known[:, None] & ~known  # neighbours that are both unknown are one token
+        joined |= ~known[:, None] & ~known  # two unknown neighbours are one token
     joined[:, 0x80:0xC0] = True  # within a character
     joined[END, :] = joined[:, END] = False
     return joined
 
 
 def find_separator(model: SentencePieceProcessor, joined: np.ndarray) -> int | None:
-    """A character that is one token wherever it is, and whose token means nothing else."""
+    """Return a character that is one token everywhere, and whose token means nothing else."""
     for byte in SEPARATORS:
         if not joined[:, byte].any() and not np.delete(joined[byte], np.s_[0x80:0xC0]).any():
             ids = model.encode(bytes([byte]) * 3)
@@ -90,7 +90,7 @@ class SegmentCache:
         self.model = model
         self.separator = bytes([separator])
         *dummy, self.separator_id = model.encode(self.separator)
-        self.num_dummies = len(dummy)  # tokens of the space that the model puts before a text
+        self.num_dummies = len(dummy)  # tokens of the space that the model inserts before a text
         self.before, self.after = b" " if dummy else b"", bytes([END])
 
         # A byte may be joined to the next if the next one's kind, a bit, is among those that may follow the first.
@@ -165,7 +165,7 @@ class SegmentCache:
         return self.tokens.take(positions(spans >> SPAN, spans & ((1 << SPAN) - 1)))
 
     def keys(self, window: bytes, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The bytes and the length of each segment; of one longer than LONGEST, nothing that is in the table."""
+        """Return the bytes and length of each segment; keys of segments longer than LONGEST match no table entry."""
         words = np.frombuffer(window + bytes(8 * KEY_WORDS + 8 + -len(window) % 8), "<u8")
         shift = ((starts & 7) << 3).astype(np.uint64)
         rest = np.uint64(63) - shift
@@ -182,7 +182,7 @@ class SegmentCache:
         return keys
 
     def find_spans(self, segments: list[bytes]) -> np.ndarray:
-        """The spans of segments that the table lacks; those never met are encoded first."""
+        """Return the spans of segments that are not in the table; new ones are encoded first."""
         if len(self.spans) > STORED_SEGMENTS:
             self.forget_spans()
         new = list(dict.fromkeys([segment for segment in segments if segment not in self.spans]))
@@ -206,6 +206,6 @@ def slots_of(keys: np.ndarray) -> np.ndarray:
 
 
 def positions(starts: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ..., ``numbers[0]`` of them; then those of the next; int64 [numbers.sum()]."""
+    """Return ``numbers[0]`` positions from starts[0] on, then those of the next start, and so on; int64 [sum]."""
     ends = np.cumsum(numbers)
     return np.arange(ends[-1]) + np.repeat(starts + numbers - ends, numbers)

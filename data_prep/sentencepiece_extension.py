@@ -5,8 +5,8 @@
 
 OLD is a SentencePiece BPE model, or LLaMA-3's tiktoken file (data_prep/tiktoken_extension.py). The first new tokens are
 frequent characters of the new text that are not tokens yet. The others are what further BPE training joins in that text
-(data_prep/bpe_continuation.py). Characters and neighbours that are as frequent in text of the old kind are left out.
-Alternatively FILE lists the new tokens, one per line, and the beginnings from which they are joined are added. The
+(data_prep/bpe_continuation.py). Characters and pairs that are as frequent in text of the old kind are left out.
+Alternatively, FILE lists the new tokens, one per line, and the prefixes from which they are joined are added. The
 command prints how many tokens lines of both kinds of text have before and after, and how many of these lines change.
 Training does not use these lines, except for copies of lines that a mix repeats.
 """
@@ -34,16 +34,16 @@ from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.data.tokenizer import model_files
 
-HELD_OUT = 50  # one line in so many is not trained on
-OLD_BYTES = 16 << 20  # of the old kind of text
-COVERAGE = 0.9995  # of the occurrences of new characters
+HELD_OUT = 50  # one in this many lines is held out
+OLD_BYTES = 16 << 20  # bytes of the old kind of text
+COVERAGE = 0.9995  # share of the occurrences of new characters
 MARK = "\u2581"  # SentencePiece's visible space
-BATCH = 10_000  # lines
+BATCH = 10_000  # lines per batch
 OUTSIDE, SPACE, LETTER, EASTERN, DIGIT, OTHER = range(6)  # kinds of characters; tokens that join nothing are OUTSIDE
 
 
 def run(flags) -> int:
-    """The command; its exit code. Raises ConfigError."""
+    """Run the command and return its exit code. Raises ConfigError."""
     output = flags.output
     source = str(next(iter(model_files(flags.tokenizer).values())))
     if os.path.realpath(output) == os.path.realpath(source):
@@ -127,7 +127,7 @@ def extended_model(path: str, texts: list[str], old_texts: list[str], vocab_size
 
 
 def new_characters(proto, texts: list[str]) -> Counter[str]:
-    """The characters of ``texts`` that are no pieces yet, and can be seen."""
+    """Return the visible characters of ``texts`` that are not pieces yet."""
     model = SentencePieceProcessor(model_proto=proto.SerializeToString())
     characters = Counter()
     for start in range(0, len(texts), BATCH):
@@ -137,7 +137,7 @@ def new_characters(proto, texts: list[str]) -> Counter[str]:
 
 
 def frequent(characters: Counter[str], at_most: int) -> list[str]:
-    """The most frequent of ``characters``, up to COVERAGE of their occurrences."""
+    """Return the most frequent ``characters``, up to COVERAGE of their occurrences."""
     chosen, covered = [], 0
     for character, count in sorted(characters.items(), key=lambda item: (-item[1], item[0]))[:at_most]:
         if covered >= COVERAGE * characters.total():
@@ -148,7 +148,7 @@ def frequent(characters: Counter[str], at_most: int) -> list[str]:
 
 
 def listed_pieces(path: str) -> list[str]:
-    """The pieces of a file: lines, of which a tab ends what counts, as in SentencePiece's .vocab files."""
+    """Return the pieces in a file: its lines, each up to the first tab, as in SentencePiece's .vocab files."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -157,7 +157,7 @@ def listed_pieces(path: str) -> list[str]:
 
 
 def model_with(path: str, pieces: list[str]) -> bytes:
-    """The serialized model with ``pieces``, their characters, and the beginnings that they are joined from."""
+    """Return the serialized model with ``pieces``, their characters, and the prefixes from which they are joined."""
     if is_tiktoken(path):
         needed = "which --add-pieces needs; give --vocab-size instead"
         raise ConfigError([f"--tokenizer {path}: is not a SentencePiece model, {needed}"])
@@ -165,16 +165,16 @@ def model_with(path: str, pieces: list[str]) -> bytes:
     add_pieces(proto, dict.fromkeys("".join(pieces)))
     bare = sentencepiece_model_pb2.ModelProto.FromString(proto.SerializeToString())
     bare.normalizer_spec.add_dummy_prefix = bare.normalizer_spec.remove_extra_whitespaces = False
-    bare.normalizer_spec.precompiled_charsmap = b""  # a piece is taken as it is listed
+    bare.normalizer_spec.precompiled_charsmap = b""  # listed pieces are not normalised
     tokens = SentencePieceProcessor(model_proto=bare.SerializeToString()).encode(pieces, out_type=str)
     add_pieces(proto, (beginning for parts in tokens for beginning in accumulate(parts)))
     return proto.SerializeToString()
 
 
 def words_of(proto, texts: list[str]) -> Counter[str]:
-    """The words of ``texts``, in the private alphabet: tokens that may be joined, as in LLaMA's vocabulary.
+    """Return the words of ``texts`` in the private alphabet: tokens that may be joined, as in LLaMA's vocabulary.
 
-    A word has letters of one kind, or other characters, after a space at most. Digits join nothing if they did not.
+    A word has letters of one kind, or other characters, after at most one space. Digits stay single if they were.
     """
     model = SentencePieceProcessor(model_proto=proto.SerializeToString())
     first, last = token_kinds(proto)

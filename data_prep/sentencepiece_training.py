@@ -19,14 +19,14 @@ from data_prep.training_sample import LONGEST_SENTENCE, read_sample
 from moh_lm.config import raise_any
 from moh_lm.data.files import publish_own
 
-BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
-SMALLEST = BYTES_AND_CONTROLS + 1  # the size from which on SentencePiece says what is wrong with it
-# The sizes that it advises. Which characters have to be pieces depends on the size, so the next one may fail as well.
+BYTES_AND_CONTROLS = 256 + 3  # pieces in every model
+SMALLEST = BYTES_AND_CONTROLS + 1  # the smallest size about which SentencePiece gives advice
+# The sizes that it advises. The characters that must be pieces depend on the size, so the next one may fail as well.
 LARGEST_SIZE, SMALLEST_SIZE = re.compile(r"size too high .*<= (\d+)"), re.compile(r"required_chars\. \d+ vs (\d+)")
 
 
 def run(flags) -> int:
-    """The command; its exit code. Raises ConfigError."""
+    """Run the command and return its exit code. Raises ConfigError."""
     output = flags.output
     check_model_file(output)
     sentences = read_sample(flags)
@@ -77,7 +77,7 @@ def model_of(sentences: list[bytes], vocab_size: int, characters: Counter[str]) 
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,
-        # LLaMA's, or less, lest a small vocabulary is spent on rare characters, which bytes can spell
+        # LLaMA's, or less, so that a small vocabulary is not spent on rare characters, which bytes can spell
         character_coverage=min(0.99995, max(0.98, commonest / characters.total())),
         max_sentence_length=LONGEST_SENTENCE,
         unk_id=0,

@@ -1,8 +1,8 @@
-"""Where input files are: on this machine, or at a URL that fsspec reads, such as s3://BUCKET/text.jsonl.gz.
+"""Reads input files on this machine, or at a URL that fsspec reads, such as s3://BUCKET/text.jsonl.gz.
 
-A remote file is read in blocks, never as a whole. A block that fails, or comes back shorter or longer than it was asked
-for, is asked for again, and in the end the file fails: a connection that is lost never looks like the end of a file.
-What a local file's modification time is for, a remote one's etag or checksum is.
+A remote file is read in blocks, never as a whole. A block that fails, or is shorter or longer than requested, is
+requested again, and in the end the file fails, so a lost connection never looks like the end of a file. A remote
+file's etag or checksum serves the purpose of a local file's modification time.
 """
 
 import errno
@@ -38,7 +38,7 @@ def file_system(url: str):
 
 
 def persistently(name, work):
-    """What ``work()`` returns, with retries after failures. Raises OSError with the last reason."""
+    """Return what ``work()`` returns, with retries after failures. Raises OSError with the last reason."""
     for attempt in range(ATTEMPTS):
         try:
             return work()
@@ -46,7 +46,7 @@ def persistently(name, work):
             raise
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
-        except Exception as error:  # each protocol has its own
+        except Exception as error:  # each protocol has its own errors
             reason = str(error) or type(error).__name__
         time.sleep(PAUSE * 2**attempt if attempt + 1 < ATTEMPTS else 0)
     raise OSError(f"{name}: cannot be read ({reason}); check the connection and the credentials")
@@ -67,7 +67,7 @@ def remote_files(pattern: str) -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file or folder at a path or URL. Raises OSError if a server does not tell."""
+    """Return whether there is a file or folder at a path or URL. Raises OSError if a server does not answer."""
     if not is_remote(path):
         return os.path.exists(path)
     files, inside = file_system(path)
@@ -75,7 +75,7 @@ def exists(path: str) -> bool:
 
 
 def state_of(path: str) -> tuple[int, int | str]:
-    """(bytes, time of the last change in ns, or what tells a remote file from its earlier ones). Raises OSError."""
+    """Return (bytes, time of the last change in ns, or an etag that identifies a remote version). Raises OSError."""
     if not is_remote(path):
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
@@ -88,7 +88,7 @@ def state_of(path: str) -> tuple[int, int | str]:
 
 
 def open_file(path: str, block: int = BLOCK):
-    """The file at a path or URL, open for reading bytes at any place; block: bytes of a remote one that are read at
+    """Open the file at a path or URL for reading bytes at any place. block: bytes of a remote file that are read at
     once."""
     return io.BufferedReader(RemoteFile(path), block) if is_remote(path) else open(path, "rb")
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 import pyarrow.ipc
 
 HEADER = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes that hold the header of nearly every page, and of the others
-DEEPEST = 8  # structs inside of each other in a header, at most
-UNPACKED, PACKED = 2, 3  # fields of the header: bytes of the page
+DEEPEST = 8  # deepest nesting of structs in a header
+UNPACKED, PACKED = 2, 3  # fields of the header with bytes of the page
 INTEGERS, BINARY, STRUCT = (4, 5, 6), 8, 12  # kinds of values
 FIXED = {1: 0, 2: 0, 3: 1, 7: 8}  # the bytes of other kinds: true, false, a byte, a double
 DAMAGED = "the header of a page is damaged"
@@ -38,7 +38,7 @@ def page_header(file, at: int) -> tuple[dict[int, int], int]:
     """The integers of the header at a byte of the file, by their field, and how many bytes the header has."""
     for size in HEADER:
         file.seek(at)
-        with suppress(IndexError):  # the header is longer
+        with suppress(IndexError):  # the header is longer than these bytes
             return read_struct(file.read(size), 0)
     raise ValueError(DAMAGED)
 
@@ -65,7 +65,7 @@ def read_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, int], i
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
     value = 0
-    for place in range(10):  # the bytes that 64 bits take
+    for place in range(10):  # the most bytes of a 64-bit number
         value |= (data[at + place] & 127) << 7 * place
         if data[at + place] < 128:
             return value, at + place + 1
@@ -83,7 +83,7 @@ def largest_batch(file: pyarrow.NativeFile) -> int:
 
 
 def messages(file) -> Iterator[pyarrow.ipc.Message]:
-    """The messages up to the end mark of a stream, or up to what is no message, such as the index that ends a file."""
+    """Yield the messages up to the end mark of a stream, or up to other content, such as the index of a file."""
     reader = pyarrow.ipc.MessageReader.open_stream(file)
     with suppress(StopIteration, pyarrow.ArrowInvalid):
         while True:
@@ -91,7 +91,7 @@ def messages(file) -> Iterator[pyarrow.ipc.Message]:
 
 
 def unpacked_bytes(message: pyarrow.ipc.Message) -> int:
-    """Bytes of the buffers of a message that are compressed, when they are not."""
+    """Return the unpacked bytes of a message's compressed buffers."""
     data, body = memoryview(message.metadata), message.body
 
     def number(at, size):

@@ -18,9 +18,9 @@ from data_prep.storage import is_remote, open_file
 from data_prep.table_sizes import largest_batch, largest_page
 
 ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
-BATCH, ROWS = 1 << 24, 8  # bytes of text, as a row group says, and rows that are read from it at once
+BATCH, ROWS = 1 << 24, 8  # declared bytes of text, and rows, that are read from a row group at once
 REPEATED = 1 << 26  # bytes that these rows may have if each of them is as long as the largest page
-pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the default one holds on to pages that were freed
+pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the default pool keeps freed pages
 
 
 def row_group_bytes(piece, text_key: str) -> list[int]:
@@ -28,13 +28,13 @@ def row_group_bytes(piece, text_key: str) -> list[int]:
     with reading(piece.path), open_file(piece.path, READ) as file:
         metadata = pyarrow.parquet.read_metadata(file)
         require_column(piece, text_key, metadata.schema.to_arrow_schema())
-    leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # of what is nested: a.b
+    leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # nested columns are called a.b
     column = next(i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(f"{text_key}."))
     return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
 
 
 def require_column(piece, text_key: str, schema: pyarrow.Schema):
-    """Raise InputError unless there is such a column of single values; a list can be endless without taking any
+    """Raise InputError unless there is such a column of single values. A list can be endless without occupying any
     bytes."""
     if text_key not in schema.names:
         raise InputError(f"{piece.path}: has no column {text_key!r}, only {', '.join(schema.names)}; give --text-key")
@@ -49,7 +49,7 @@ def is_nested(kind: pyarrow.DataType) -> bool:
 
 
 def without_lists(scalar: pyarrow.Scalar):
-    """The value of a scalar, with None for lists, also inside of structs."""
+    """Return the value of a scalar, with None for lists, also inside structs."""
     kind = scalar.type
     if pyarrow.types.is_struct(kind) and scalar.is_valid:
         return {kind.field(i).name: without_lists(scalar[i]) for i in range(kind.num_fields)}
@@ -57,21 +57,21 @@ def without_lists(scalar: pyarrow.Scalar):
 
 
 def single_values(schema: pyarrow.parquet.ParquetSchema, names) -> list[str]:
-    """The columns of ``names``, and those inside of them, that are in no list."""
+    """Return the columns of ``names``, and those nested in them, that are not in a list."""
     leaves = map(schema.column, range(len(schema)))
     found = [leaf.path for leaf in leaves if leaf.max_repetition_level == 0]
     return [path for path in found if any(f"{path}.".startswith(f"{name}.") for name in names)]
 
 
 def refuse_large(piece, what: str, num_bytes: int, remedy: str):
-    """Raise InputError if ``num_bytes``, which pyarrow unpacks at once, are more than the longest document has."""
+    """Raise InputError if ``num_bytes``, which pyarrow unpacks at once, exceed the longest allowed document."""
     if num_bytes > LONGEST:
         size = f"{num_bytes:,} bytes when it is unpacked, and at most {LONGEST:,} can be read"
         raise InputError(f"{piece.path}: {what} has {size}; write the table again, with {remedy}")
 
 
 def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
-    """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
+    """Yield (some rows, the number of the first, the bytes of the piece read with them) from its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
     with open_table(piece.path) as raw:
@@ -90,7 +90,7 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
 
 
 def open_table(path: str):
-    """The file for ParquetFile, which holds on to what it reads from a file of Python."""
+    """Open the file for ParquetFile, which would keep everything that it reads from a Python file."""
     return open_file(path) if is_remote(path) else pyarrow.OSFile(os.fsencode(path))
 
 
@@ -112,7 +112,7 @@ def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, i
     with pyarrow.PythonFile(open_file(path)) if remote else pyarrow.memory_map(os.fsencode(path)) as file:
         first = len(ARROW_FILE) if file.read(len(ARROW_FILE)) == ARROW_FILE else 0
         file.seek(piece.size - len(END_OF_STREAM))
-        if not first and file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
+        if not first and file.read() != END_OF_STREAM:  # pyarrow accepts a stream that is cut between batches
             raise EOFError("the file is cut off")
         file.seek(first)
         refuse_large(piece, "a record batch", largest_batch(file), "chunksize=100 in pyarrow.feather.write_feather")

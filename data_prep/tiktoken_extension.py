@@ -1,6 +1,6 @@
 """Extends LLaMA-3's vocabulary with tokens that are joined from its tokens and have ids after its special tokens.
 
-The new tokens lie within the words that LLaMA-3's regular expression cuts a text into, and have higher ranks than all
+The new tokens lie within the words into which LLaMA-3's regular expression cuts a text. They have higher ranks than all
 others, so that tiktoken joins the old tokens first. In the file they follow the old lines, which stay as they are.
 """
 
@@ -13,11 +13,11 @@ import numpy as np
 from data_prep.bpe_continuation import BETWEEN, cut_where_old, joined_tokens, spelled, too_little_text
 from moh_lm.data.tiktoken_model import WORDS, TiktokenModel
 
-BATCH = 100_000  # words
+BATCH = 100_000  # words per batch
 
 
 def extended_ranks(path: str, texts: list[str], old_texts: list[str], vocab_size: int) -> bytes:
-    """The file with tokens added up to ``vocab_size`` ids. Raises ConfigError if ``texts`` do not give so many."""
+    """Return the file with tokens added up to ``vocab_size`` ids. Raises ConfigError if ``texts`` give too few."""
     model = TiktokenModel(path)
     first = model.vocab_size()
     tokens = {rank: token for token, rank in model.ranks.items()}

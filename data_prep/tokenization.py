@@ -50,7 +50,7 @@ def fill(
     output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, failures: dict[str, list[str]],
     left_out: LeftOut,
 ):  # fmt: skip
-    """Bring the data directory to the state that ``sources`` ask for. Raises ConfigError, and OSError."""
+    """Bring the data directory to the state that ``sources`` require. Raises ConfigError and OSError."""
     options = Options(flags.text_key, not flags.no_shuffle, flags.bos, flags.engine)
     with told("comparing the inputs with existing shards"):
         units = plan(sources, output, flags.unit_size, tokenizer, options)
@@ -63,7 +63,7 @@ def fill(
     for name in TOKENIZER_FILES:
         if name in contents:
             publish(output / name, contents[name])
-        else:  # of shards that were removed
+        else:  # the manifest of shards that were removed
             (output / name).unlink(missing_ok=True)
     for name in sources:
         (output / name).mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def fill(
     doubled = data_directory.doubled_shards([path for path in replaced if path.parent.name in incomplete], finished)
     replaced = [path for path in replaced if path.parent.name not in incomplete]
     for path in replaced + nothing:
-        path.unlink()  # the sidecar; what is without one, the sweep removes
+        path.unlink()  # the sidecar; the sweep removes files without one
     sweep(output, sources, failed=[unit for unit in units if unit not in finished])
     try:
         if doubled:
@@ -101,8 +101,8 @@ def fill(
 
 
 def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]], list[str]]:
-    """Name -> files of each source; the name of standard input's source; name -> sentences for unreadable files; files
-    that are not data.
+    """Return {name: files} of the sources; the name of standard input's source; {name: sentences for unreadable files};
+    and files that are not data.
 
     The empty name has the sentences that belong to no source. Raises ConfigError.
     """
@@ -148,7 +148,7 @@ def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
 
 
 def make_shards(units, finished, failures, flags, options):
-    """Make the shards that are not ``finished``, and enter them there, or in ``failures``."""
+    """Make the shards that are not ``finished``, and add them to it, or to ``failures``."""
     missing = [unit for unit in units if unit not in finished]
     tokens, start, no_room = 0, time.monotonic(), ""
     with progress_bar("tokenizing", sum(unit.num_bytes for unit in missing)) as bar:
@@ -172,7 +172,7 @@ def make_shards(units, finished, failures, flags, options):
 
 
 def classify(units, finished, failures, flags) -> list[str]:
-    """Enter in ``failures`` what is wrong with finished shards; returns the sources of which mixed files hold none."""
+    """Add problems of finished shards to ``failures``, and return the sources that are in none of the mixed files."""
     for unit, sidecar in finished.items():
         if problem := too_many_bad(sidecar["dropped"], sidecar["documents"], flags.max_bad_fraction):
             remedy = f"raise it, or remove {flags.output}/{unit.source}/{unit.name}.json to have the shard removed"

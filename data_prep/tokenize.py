@@ -22,7 +22,7 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
 from moh_lm.units import at_least, quantity, real
 
-MOST_PIECES = 1 << 24  # with more, SentencePiece takes minutes to find that there are not so many
+MOST_PIECES = 1 << 24  # with more, SentencePiece needs minutes to find that there are too few
 
 
 def main(texts: list[str]) -> int:

@@ -20,9 +20,9 @@ from data_prep.units import Unit, plan_units
 from moh_lm.config import ConfigError, DataConfig, raise_any
 from moh_lm.data.mixture import data_problems
 
-SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share
+SAMPLED_UNIT = 16 << 20  # bytes of a unit; the sample takes its share from the beginning
 LONGEST_SENTENCE = 4096  # bytes; SentencePiece would skip longer ones
-RESERVED = {  # characters that SentencePiece keeps for itself, and why lines are cut there
+RESERVED = {  # characters reserved by SentencePiece, and why lines are cut there
     "\0": "which SentencePiece cannot read",
     "\u2581": "which SentencePiece would turn into a space",
     "\u2585": "whose lines SentencePiece would skip",
@@ -51,7 +51,7 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
 
 
 def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
-    """Name -> weight and patterns of each source; one without a name if there is no mix. Raises ConfigError."""
+    """Return {name: weight and patterns of a source}; without a mix, one without a name. Raises ConfigError."""
     if bool(flags.input) == bool(flags.source) or (flags.input and flags.data_mix):
         raise ConfigError(["give either --input GLOB ... or --source NAME=GLOB ...; --data-mix goes with the latter"])
     if flags.input:
@@ -69,19 +69,19 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
 
 
 def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> Iterator[bytes]:
-    """Lines of the first documents of each unit, ``sample_bytes`` in all and up to a line more. Raises InputError.
+    """Yield lines of the first documents of each unit, ``sample_bytes`` or a line more in all. Raises InputError.
 
-    Says at its end which bad records it left out, and where lines were cut.
+    At the end it prints which bad records it left out, and where lines were cut.
     """
     total, left, bad, cuts = sum(unit.num_bytes for unit in units), 0.0, {}, Counter()
     for unit in units:
-        left += sample_bytes * unit.num_bytes / max(1, total)  # to what the units before took too little or too much
+        left += sample_bytes * unit.num_bytes / max(1, total)  # on top of what earlier units left or took too much
         texts = (text for piece in unit.pieces for text in good_texts(piece, text_key, bad))
         for sentence in (sentence for text in texts for sentence in sentences(text, cuts)):
             if left <= 0:
                 break
             yield sentence
-            left -= len(sentence) + 1  # and its newline
+            left -= len(sentence) + 1  # with its newline
     for reason, files in bad.items():
         words = f"left out of the sample: {files.total():,} {reason}, the first in {next(iter(files))}"
         tqdm.write(words, file=sys.stderr)
@@ -91,7 +91,7 @@ def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> I
 
 
 def good_texts(piece: Piece, text_key: str, bad: dict[str, Counter]) -> Iterator[str]:
-    """The texts of ``piece``; what is wrong with others is counted in ``bad``, {reason: {file: records}}."""
+    """Yield the texts of ``piece``, and count other records in ``bad``, {reason: {file: records}}."""
     for document in documents(piece, text_key):
         if document.text:
             yield document.text
@@ -100,7 +100,7 @@ def good_texts(piece: Piece, text_key: str, bad: dict[str, Counter]) -> Iterator
 
 
 def sentences(text: str, cuts: Counter[str]) -> Iterator[bytes]:
-    """The lines of a text on which SentencePiece can train, cut at RESERVED characters, which are counted.
+    """Yield the lines of a text on which SentencePiece can train, cut at RESERVED characters, which are counted.
 
     Long lines are cut at spaces.
     """
@@ -123,7 +123,7 @@ def sentences(text: str, cuts: Counter[str]) -> Iterator[bytes]:
 
 
 def by_weight(drawn: dict[str, list[bytes]], shares: dict[str, float]) -> list[bytes]:
-    """As many bytes as were drawn, each source its share of them: its lines repeated, or some left out, evenly."""
+    """Return as many bytes as were drawn. Each source gets its share: its lines are repeated or left out evenly."""
     sizes = {name: sum(len(line) + 1 for line in lines) for name, lines in drawn.items()}
     sample = []
     for name, lines in drawn.items():

@@ -1,7 +1,7 @@
 """Units of work: how the inputs of a source are divided into shards.
 
-A unit is one input file, a byte range of a large plain JSON-lines file, a range of parquet row groups, or, where a
-source has more than ``MANY`` small files, a group of them (``MANY_TEXTS`` for files that are one document each). It
+A unit is one input file, a byte range of a large plain JSON-lines file, a range of parquet row groups, or, if a source
+has more than ``MANY`` small files, a group of them (``MANY_TEXTS`` for files that are one document each). It
 becomes one shard of the same name, whatever the number of workers. The name holds a hash of all that determines the
 shard's bytes, so an existing shard with the name of a unit is the finished unit.
 
@@ -25,15 +25,15 @@ from data_prep.tables import row_group_bytes
 from moh_lm.config import ConfigError
 
 SMALL = 16  # files below this fraction of the unit size are small
-MANY = 1024  # small files of a source, up to which each is a unit by itself
-MANY_TEXTS = 16  # the same of whole texts below one folder: validation would take the end of each
+MANY = 1024  # number of small files up to which each is a unit by itself
+MANY_TEXTS = 16  # the same for whole texts in a folder: validation would take the end of each
 SUFFIXES = re.compile(r"(\.(jsonl|json|ndjson|txt|parquet|gz|zst|zstd))+$")
 
 
 @dataclass(frozen=True)
 class Unit:
     source: str
-    name: str  # of the shard
+    name: str  # name of the shard
     pieces: tuple[Piece, ...]
 
     @property
@@ -115,7 +115,7 @@ def divide(
 
 
 def by_folder(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """``pieces``, those apart whose names begin in different folders: names may be the same there."""
+    """Divide ``pieces`` by the folder in which their names begin, since names may be equal in several folders."""
     folders = {}
     for piece in pieces:
         folders.setdefault(piece.path.removesuffix(piece.name), []).append(piece)
@@ -130,9 +130,9 @@ def without(pieces: list[Piece], groups: list[list[Piece]]) -> list[Piece]:
 def grouped_before(
     groups: Iterable[list[str]], small: list[Piece], has_shard: Callable[[list[Piece]], bool]
 ) -> list[list[Piece]]:
-    """What is there of ``groups``, which are lists of names; of names in several folders, in each of them.
+    """Return the existing files of ``groups``, lists of names; names that several folders have count in each of them.
 
-    A file is in one group: first in one that has a shard, then in one of which no file is gone.
+    A file is in one group, preferably in one that has a shard, then in one without missing files.
     """
     named, found, taken, kept = {}, [], set(), []
     for piece in small:
@@ -140,7 +140,7 @@ def grouped_before(
     for group in groups:
         there = [piece for name in group for piece in named.get(name, ())]
         alike = [there] if len({piece.name for piece in there}) == len(there) else by_folder(there)
-        if len(set(group)) == len(group):  # else files of several folders with equal names
+        if len(set(group)) == len(group):  # else files in several folders have equal names
             found += [(not has_shard(pieces), len(pieces) < len(group), pieces) for pieces in alike if pieces]
     for *_, pieces in sorted(found, key=lambda item: item[:2]):
         left = [piece for piece in pieces if piece not in taken]
@@ -151,7 +151,7 @@ def grouped_before(
 
 
 def gathered(sizes: list[int], unit_size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of ``sizes`` that add up to at most ``unit_size``, or have one item."""
+    """Return ranges of ``sizes`` that add up to at most ``unit_size``, or have one item."""
     bounds, total = [0], 0
     for index, size in enumerate(sizes):
         if total and total + size > unit_size:

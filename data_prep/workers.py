@@ -1,8 +1,8 @@
-"""Worker processes: each takes a unit, writes its shard, reports, takes the next.
+"""Worker processes: each one takes a unit, writes its shard, reports it, and takes the next.
 
-Every worker has a pipe of its own to the parent. A unit that fails is reported, and the worker continues. A worker that
-dies closes its pipe: only its unit fails, and another worker takes its place. If the parent dies, however it dies, the
-workers die with it.
+Every worker has its own pipe to the parent. A unit that fails is reported, and the worker continues. If a worker dies,
+its pipe closes, only its unit fails, and another worker takes its place. If the parent dies for any reason, the workers
+die with it.
 """
 
 import errno
@@ -37,7 +37,7 @@ def run_units(
     """Make the shards of ``units``, the largest first. Yields, as they happen, (unit, event, value):
 
     "progress", (bytes of input, tokens) since the last report; "done", the sidecar; "failed", the reason; "no room",
-    the reason, after which no further unit is begun; "waiting", without a unit, if nothing happened for ten seconds.
+    the reason, after which no further unit starts; "waiting", without a unit, if nothing happened for ten seconds.
     """
     context = multiprocessing.get_context("spawn")  # not fork: threads of libraries may hold locks
     waiting = deque(sorted(units, key=lambda unit: -unit.num_bytes))
@@ -55,7 +55,7 @@ def run_units(
                     idle.append(connection)
                 connection = idle.pop()
                 busy[connection] = waiting.popleft()
-                with suppress(*PARENT_IS_GONE):  # a worker that just died: receiving will say so
+                with suppress(*PARENT_IS_GONE):  # the worker may just have died: receiving will show it
                     connection.send(busy[connection])
             ready = wait(list(busy), QUIET)
             if not ready:
@@ -83,7 +83,7 @@ def run_units(
 
 
 def work(connection: Connection, tokenizer_path: str, options: Options, output: str, max_bad_fraction: float | None):
-    """The life of a worker: units come in through ``connection``, events go out."""
+    """Run a worker: units arrive through ``connection``, and events leave through it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=die_with_the_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has a core
@@ -109,6 +109,6 @@ def work(connection: Connection, tokenizer_path: str, options: Options, output: 
 
 
 def die_with_the_parent():
-    """An orphan that continued could write to a directory that another run has taken over."""
+    """Make this process die with its parent: an orphan could write to a directory that another run now owns."""
     wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

@@ -1,4 +1,4 @@
-"""From a unit of work to its shard: read, encode, shuffle, write, and count what was dropped.
+"""Makes the shard of a unit of work: reads, encodes, shuffles and writes documents, and counts dropped records.
 
     UNIT.bin, UNIT.idx, UNIT.json    the shard (moh_lm/data/shards.py); the sidecar counts what was dropped by reason
     UNIT.rejects.jsonl               the first bad records, if any: {"file", "offset", "reason", "excerpt"}
@@ -24,17 +24,17 @@ from moh_lm.data.shards import ShardWriter
 
 REPORT = 1 << 20  # bytes of text, or of input, between two reports of progress
 BUCKETS, BUCKET_MEMORY = 64, 1 << 20
-EXAMPLES = 20  # bad records that are shown
-USUAL_FRACTION, USUAL_NUMBER = 0.01, 1000  # of bad records that a unit may have by default; and nine tenths
+EXAMPLES = 20  # bad records shown
+USUAL_FRACTION, USUAL_NUMBER = 0.01, 1000  # default limits of bad records; the number holds up to nine tenths of all
 
 
 @dataclass
 class Account:
-    """What became of the records of a unit."""
+    """The results for the records of a unit."""
 
     documents: int = 0
     text_bytes: int = 0
-    altered: int = 0  # documents with U+2581, which the tokenizer takes for a space
+    altered: int = 0  # documents with U+2581, which the tokenizer treats as a space
     dropped: Counter = field(default_factory=Counter)
     rejects: list[dict] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # a sentence for each file with bad records and no document
@@ -48,7 +48,7 @@ class Account:
 
 
 def too_many_bad(dropped: dict[str, int], documents: int, max_bad_fraction: float | None) -> str | None:
-    """A sentence if there are more bad records than ``max_bad_fraction`` allows, or, without it, than is usual."""
+    """Return a sentence if there are more bad records than ``max_bad_fraction`` or, without it, the defaults allow."""
     bad = sum(count for reason, count in dropped.items() if reason not in HARMLESS)
     total = bad + documents
     if max_bad_fraction is None and bad <= USUAL_NUMBER and (bad <= 9 * documents or not documents):
@@ -61,7 +61,7 @@ def too_many_bad(dropped: dict[str, int], documents: int, max_bad_fraction: floa
 
 
 def nothing_read(dropped: dict[str, int], documents: int) -> str | None:
-    """A sentence if there are bad records and no document, neither of this source nor of another one."""
+    """Return a sentence if there are bad records but no document of this source or another one."""
     reasons = bad_records(dropped)
     if documents or not reasons or "of another set" in dropped:
         return None
@@ -84,7 +84,7 @@ def tokenize_unit(
 ) -> dict:
     """Write the shard of ``unit`` below the data directory ``output``; returns its sidecar.
 
-    ``report`` is called now and then with the bytes of input read and the tokens made since the last call. Raises
+    ``report`` is called regularly with the bytes of input read and the tokens made since the last call. Raises
     InputError if an input cannot be read to its end or has too many bad records, OSError if the shard cannot be
     written; then there is no shard.
     """
@@ -121,7 +121,7 @@ def tokenize_unit(
 
 
 def encoded(unit, tokenizer, options, account, report) -> Iterator[np.ndarray]:
-    """The ids of each document of ``unit``, int32; ``account`` is kept."""
+    """Yield the ids of each document of ``unit``, int32, and update ``account``."""
     unreported = [0, 0, 0]  # bytes of text, bytes of input, tokens
 
     def texts():
@@ -159,9 +159,9 @@ def write_rejects(path: Path, rejects: list[dict]):
 
 
 def shuffled(arrays: Iterable[np.ndarray], key: str, directory: Path) -> Iterator[np.ndarray]:
-    """``arrays`` (int32) in the order of a keyed hash of their position: a fixed random order.
+    """Yield ``arrays`` (int32) in the order of a keyed hash of their position, a fixed random order.
 
-    In two passes with bounded memory: arrays are dealt to buckets by the first bits of their hash, on disk in
+    There are two passes with bounded memory: the first bits of their hash assign arrays to buckets, on disk in
     ``directory`` if they are large; then each bucket is sorted by itself.
     """
     buckets = [([], array("q"), SpooledTemporaryFile(BUCKET_MEMORY, dir=directory)) for _ in range(BUCKETS)]  # noqa: SIM115

@@ -5,7 +5,7 @@
 # The start: python tools/import_hf.py --model HF_DIR --output runs/llama3-8b-stage1 --extend-vocab 160896 \
 #                --tokenizer EXTENDED.model --old-tokenizer HF_DIR/original/tokenizer.model        (docs/continue.md)
 #
-#     deepspeed launch/continue_llama3_8b_stage1.sh                 or as told in pretrain_llm_b.sh
+#     deepspeed launch/continue_llama3_8b_stage1.sh                 or as described in pretrain_llm_b.sh
 #
 # Flags of moh_lm.pretrain that follow the script win over the values here; --dry-run shows what the run would do.
 

@@ -6,10 +6,10 @@
 #            python tools/import_hf.py --model exports/llama3-8b-stage1 --output runs/llama3-8b-stage2 \
 #                --head-selection mixture --routing query_norm --num-shared-heads 16 --num-active-routed-heads 8
 #
-#     deepspeed launch/continue_llama3_8b_stage2.sh                 or as told in pretrain_llm_b.sh
+#     deepspeed launch/continue_llama3_8b_stage2.sh                 or as described in pretrain_llm_b.sh
 #
-# Here stands what differs from stage 1, whose other values hold. Flags of moh_lm.pretrain that follow the script win
-# over both; --dry-run shows what the run would do.
+# This script holds what differs from stage 1. Flags of moh_lm.pretrain that follow the script override both;
+# --dry-run shows what the run would do.
 
 # Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
 [[ $RANK_PYTHON ]] || exec python "$(dirname -- "$0")/ranks.py" "$0" "$@"

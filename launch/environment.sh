@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# The environment step of the two set-up commands. Bash sources it with the extra of setup.py that is wanted:
+# The environment step of the two set-up commands. Bash sources it with the requested extra of setup.py:
 #
 #     source launch/environment.sh hf
 #
 # Afterwards `python` is that of the active environment (venv or conda), or else of .venv in the root of this
 # checkout, and the package is installed there, editable, with that extra. The torch of an active environment is kept.
-# A stamp in the environment tells what was installed from which checkout, so that a repetition takes milliseconds.
+# A stamp in the environment records what was installed from which checkout, so that a repetition takes milliseconds.
 # It says "incomplete" while pip works: the run after a killed installation repairs it.
 
 # The only pin of torch; the package accepts any that setup.py allows. With an exact version pip prefers a CPU build
@@ -107,7 +107,7 @@ moh_lm_install() {
         # The path of Python stands in the first line of this script, where a space ends it.
         sed -i.old '1s|.*|#!/usr/bin/env python|' "$prefix/bin/deepspeed" || return # BSD's sed wants an ending
     fi
-    # In a folder of no importance, so that the package is found by its installation.
+    # In another folder, so that the package is found by its installation.
     if ! (cd "$prefix" && bin/python -c "import deepspeed, moh_lm, torch") >>"$log" 2>&1; then
         moh_lm_show_log "the installed packages cannot be imported"
         return

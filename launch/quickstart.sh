@@ -3,8 +3,8 @@
 #
 #     bash launch/quickstart.sh [OUT [FLAGS]]
 #
-# OUT (default: runs/quickstart) receives everything. FLAGS of moh_lm.pretrain win over the values here. A repetition
-# resumes where the one before ended: what is complete is kept, and training resumes from its last checkpoint.
+# OUT (default: runs/quickstart) receives everything. FLAGS of moh_lm.pretrain win over the values here. The same command
+# resumes: what is complete is kept, and training continues from its last checkpoint.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"

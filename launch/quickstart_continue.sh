@@ -5,12 +5,12 @@
 #
 # A tiny dense model learns prose (the documentation of Python). Stage 1 gives it a larger vocabulary and continues, still
 # dense, with program code beside the prose. Stage 2 makes it a Mixture-of-Head model with 75% of its heads per token,
-# and continues; as a control, the dense model of stage 1 continues for as many tokens. At the end stands the recovery
+# and continues; as a control, the dense model of stage 1 continues for as many tokens. At the end comes the recovery
 # curve: the share of the dense model's quality regained against tokens (Fig. 2 of the paper).
 #
 # OUT (default: runs/quickstart-continue) receives everything; SEED (default: 1234) draws the weights and the order of
-# the samples. FLAGS of moh_lm.pretrain win over the values here, in all four trainings. A repetition, with the same SEED
-# and FLAGS, resumes where the one before ended.
+# the samples. FLAGS of moh_lm.pretrain win over the values here, in all four trainings. The same command, with the same
+# SEED and FLAGS, resumes where it stopped.
 #
 # With --real first, a real model of 135M parameters is continued instead; launch/quickstart_real.sh describes it.
 set -euo pipefail

@@ -10,12 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-SIDE = 32  # the least that four stages need
-HELD_OUT = 5  # one of so many
+SIDE = 32  # the smallest size for four stages
+HELD_OUT = 5  # one image in this many
 
 
 def make(out):
-    import numpy as np  # after the flags: these take seconds
+    import numpy as np  # after reading the flags, because these take seconds
     from PIL import Image
     from sklearn.datasets import load_digits
 

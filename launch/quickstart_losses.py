@@ -1,4 +1,4 @@
-"""A table of the losses of an imported model and of the mixture made of it, from its import to its newest evaluation.
+"""Prints the losses of an imported model and of the mixture made from it, from the import to the newest evaluation.
 
     python launch/quickstart_losses.py --original RUN --mixture RUN
 """

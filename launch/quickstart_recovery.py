@@ -1,10 +1,10 @@
-"""The recovery curve: how much of a dense model's quality a Mixture-of-Head model made of it regains, and how soon.
+"""The recovery curve: how much of a dense model's quality a Mixture-of-Head model made from it regains, and how soon.
 
     python launch/quickstart_recovery.py --mixture RUN --control RUN [--output PREFIX]
 
-Both runs began with the same dense model and were trained on the same samples. docs/continue.md defines the shares that
-are recovered, of the mean over sources and of each source. PREFIX.csv receives every figure, PREFIX.png the curve if
-matplotlib is installed. Exit code 2 if the runs cannot be compared.
+Both runs began with the same dense model and were trained on the same samples. docs/continue.md defines the recovered
+shares, for the mean over sources and for each source. PREFIX.csv receives all numbers, and PREFIX.png the curve if
+matplotlib is installed. The exit code is 2 if the runs cannot be compared.
 """
 
 import csv
@@ -50,7 +50,7 @@ def run(arguments):
 
 
 def evaluations(run):
-    """{step: {source, and "mean": validation loss}} of a run."""
+    """Return {step: {source, and "mean": validation loss}} of a run."""
     rows = [row for _, row in complete_rows(run / "metrics.jsonl") if "evaluation" in row]
     if any(row["evaluation_mean"] is None for row in rows):
         raise ConfigError([f"{run}: has diverged: a validation loss is not finite; give a run that has not"])
@@ -58,7 +58,7 @@ def evaluations(run):
 
 
 def row(tokens, mixture_0, control_0, mixture, control):
-    """The figures after ``tokens`` tokens: losses and shares, each of the mean and of every source."""
+    """Return the numbers after ``tokens`` tokens: losses and shares, for the mean and for every source."""
     found = {"tokens": tokens}
     for name in mixture:
         regained = mixture_0[name] - mixture[name]
@@ -70,7 +70,7 @@ def row(tokens, mixture_0, control_0, mixture, control):
 
 
 def share(regained, lost):
-    """A share of what was lost; nothing was lost if the mixture begins as good as the dense model."""
+    """Return the regained share of the loss; NaN if the mixture starts as good as the dense model."""
     return regained / lost if lost > 0 else float("nan")
 
 
@@ -104,7 +104,7 @@ def write_table(path, rows):
 
 
 def draw(path, rows, names):
-    """The curves of ``recovered``: thick for the mean, thin for each source; dashed against the control."""
+    """Draw the curves of ``recovered``: thick for the mean, thin for each source; dashed against the control."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -2,10 +2,10 @@
 
     [HOSTFILE=hosts] [MASTER_PORT=29500] [DEEPSPEED_LOG_LEVEL=info] python launch/ranks.py SCRIPT [FLAGS]
 
-So the last line is that of a rank, which says what is wrong. Said here is what it cannot say: that a signal ended it.
-Ctrl-C, or a terminal that hangs up, is for the ranks, which save: this program and the launcher, which would end, wait
-for their exit code. The signals are blocked in both, and scripts unblock them; ignored they would stay so in the ranks.
-A launcher for several nodes has to get Ctrl-C, to pass it on. It knows no hang-up, and gets SIGTERM for it.
+The last line therefore comes from a rank and says what is wrong. This program only reports what a rank cannot: that a
+signal ended it. Ctrl-C, or a terminal that hangs up, is meant for the ranks, which save. This program and the launcher
+block these signals and wait for the ranks' exit code; scripts unblock them, since ignored signals would stay ignored in
+the ranks. A launcher for several nodes must get Ctrl-C to pass it on. It ignores hang-ups, and gets SIGTERM instead.
 """
 
 import os
@@ -21,15 +21,15 @@ given = {word.split("=")[0] for word in sys.argv}
 if "--help" in given or {"--dry-run", "--devices"} <= given:  # at once, without a launcher and its devices
     os.execvpe("bash", ["bash", *sys.argv[1:]], os.environ | {"RANK_PYTHON": sys.executable})
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the launcher is imported: no traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the launcher is imported
 
 from deepspeed.launcher import runner  # noqa: E402
 
-SECRET = "MOH_LM_SECRET"  # of this launch: moh_lm/supervise/secret.py
+SECRET = "MOH_LM_SECRET"  # the secret of this launch; see moh_lm/supervise/secret.py
 
 
 class PDSHRunner(runner.PDSHRunner):
-    """DeepSpeed's start of the nodes by pdsh, with words that arrive as they were given.
+    """DeepSpeed's start of the nodes by pdsh, with arguments that arrive unchanged.
 
     pdsh fills in %h, %u and %n, and joins the words for the shell of each node. DeepSpeed quotes spaces only.
     """
@@ -64,7 +64,7 @@ def main(script, *flags):
     runner.PDSHRunner = PDSHRunner
     subprocess.Popen = lambda *words, **more: launcher.append(start(*words, **more)) or launcher[-1]
     try:
-        if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only
+        if hostfile and not os.path.isfile(hostfile):  # the launcher would continue with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
         if not several:
             if re.search("[^-0-9, ]", devices):
@@ -75,19 +75,19 @@ def main(script, *flags):
             with open(hostfile or runner.DLTS_HOSTFILE, encoding="utf-8") as lines:
                 options = [line.split()[0] for line in lines if line.lstrip().startswith("-")]
             if options:
-                raise ValueError(f"{options[0]}: is an option of ssh, and not the name of a node; fix this line")
-            # pdsh would wait for ever for a machine that is lost: ssh ends after three questions without an answer
+                raise ValueError(f"{options[0]}: is an option of ssh, not the name of a node; fix this line")
+            # pdsh would wait forever for a lost machine; ssh ends after three unanswered requests
             given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
             os.environ["PDSH_SSH_ARGS_APPEND"] = f"{given} -o ServerAliveInterval=60"
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as by nohup
                 signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         places = [*(["--hostfile", hostfile] if hostfile else []), *(["--master_port", port] if port else [])]
         runner.main([*places, "--log_level", level, script, *flags])
-        if launcher and launcher[-1].returncode < 0:  # to which the runner says nothing
+        if launcher and launcher[-1].returncode < 0:  # the runner does not report this
             name = signal.Signals(-launcher[-1].returncode).name
-            print(f"{script}: {name} ended the launcher; its ranks may still run, so look for them", file=sys.stderr)
+            print(f"{script}: {name} ended the launcher; its ranks may still run; check for them", file=sys.stderr)
             return 128 - launcher[-1].returncode
-    except (RuntimeError, ValueError, OverflowError) as error:  # a line that is none, a node without an answer
+    except (RuntimeError, ValueError, OverflowError) as error:  # an invalid line, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)
         return 2
     except SystemExit as end:

@@ -1,7 +1,7 @@
-"""How a model is made of its parts: the one place that knows every kind of attention, router, core and position.
+"""Assembles a model from its parts: the one place that knows every kind of attention, router, core and position.
 
-What is ordinary stands in moh_lm/model; what only the sources name comes from moh_lm/extras. A kind is chosen here by
-the configuration, once for a run, so that the layers themselves have no branch on kind, backend or machine.
+The ordinary parts are in moh_lm/model, the experimental ones in moh_lm/extras. The configuration chooses each kind
+here, once for a run, so that the layers themselves have no branch on kind, backend or machine.
 """
 
 from functools import partial
@@ -33,19 +33,20 @@ from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, init_stds
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.head_partition import HeadPartition
+from moh_lm.parallel.layers import joined, separate
 from moh_lm.parallel.ulysses import ContextGroups, UlyssesAttention, UlyssesExchange
 
 BACKENDS = {"dense": None, "groups": None, "triton": TRITON, "cpu_sparse": CPU_SPARSE}
 
 
 class Settings(NamedTuple):
-    """What the layers of a model need to know of the run.
+    """What the layers of a model need to know about the run.
 
     group: tensor-parallel group, or None. context: ``ContextGroups``, or None. recompute: whether activations are
     recomputed. backends: the attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the
     run. watched: whether every layer must go through its core attention while it trains, for hooks to see. z_loss: see
     ``linear_cross_entropy``. fused_loss, fused_router: whether Triton kernels compute the loss and the routers; see
-    triton_cross_entropy.py and fused_router.py.
+    triton_cross_entropy.py and fused_router.py. fused_projections: whether layers of the same input share a product.
     """
 
     group: object = None
@@ -57,6 +58,11 @@ class Settings(NamedTuple):
     z_loss: float = 0.0
     fused_loss: bool = False
     fused_router: bool = False
+    fused_projections: bool = False
+
+    @property
+    def products(self):
+        return joined if self.fused_projections else separate
 
     def backend(self, layer_index):
         return self.backends if isinstance(self.backends, str) else self.backends[layer_index]
@@ -81,7 +87,7 @@ class Settings(NamedTuple):
 
 
 def build_model(config, **settings):
-    """The ``CausalLM`` of a ``ModelConfig``; settings: those of ``Settings``. Its weights are not drawn yet."""
+    """Return the ``CausalLM`` of a ``ModelConfig``, with weights not yet drawn. settings: see ``Settings``."""
     settings = Settings(**settings)
     batch = settings.batch_context()
     layers = decoder_layers(config, batch, settings)
@@ -89,18 +95,18 @@ def build_model(config, **settings):
 
 
 def decoder_layers(config, batch, settings):
-    """A function without arguments for each layer, which makes the ``DecoderLayer``."""
+    """Return for each layer a function without arguments that makes its ``DecoderLayer``."""
     return [
         partial(
             DecoderLayer, config, index, batch, partial(build_attention, config, index, settings),
-            settings.recompute, settings.group,
+            settings.recompute, settings.group, settings.products,
         )
         for index in range(config.num_layers)
     ]  # fmt: skip
 
 
 def moving_windows(model, config, groups, device):
-    """What moves the windows of ``model`` with the steps of a run, ``EntropyWindows``; None where they stay.
+    """Return the ``EntropyWindows`` that adapt the windows of ``model`` in a run, or None if windows are fixed.
 
     config: ``Config``. groups: ``ParallelGroups``.
     """
@@ -109,9 +115,9 @@ def moving_windows(model, config, groups, device):
 
 
 def layer_backends(config, device):
-    """The attention backend of each layer of a run, never ``auto``: by the shape of a micro-batch of its training.
+    """Return the attention backend of each layer, chosen for the shape of a training micro-batch; never ``auto``.
 
-    config: ``Config``. Raises RuntimeError if a backend that is asked for by name cannot run on the device.
+    config: ``Config``. Raises RuntimeError if a backend requested by name cannot run on the device.
     """
     run, model = config.run, config.model
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
@@ -132,7 +138,7 @@ def layer_backends(config, device):
 
 
 def build_attention(config, layer_index, settings):
-    """The ``Attention`` of a layer. config: ``ModelConfig`` of the whole model."""
+    """Return the ``Attention`` of a layer. config: ``ModelConfig`` of the whole model."""
     of, group, context = config.of_layer(layer_index), settings.group, settings.context
     init_std, output_std = init_stds(config)
     heads = HeadPartition(of.num_attention_heads, config.always_on_heads(layer_index), group)
@@ -157,17 +163,18 @@ def build_attention(config, layer_index, settings):
     rotary = rotary_of(of, layer_index)
     if of.head_dims:
         positions = partial(HeterogeneousPositions, of, layer_index, heads)
-    if of.own_positions(layer_index):  # the layer itself turns nothing
+    if of.own_positions(layer_index):  # the layer itself rotates nothing
         core, rotary = HeadPositions(core, rotary), rotary._replace(head_dim=0)
     core = UlyssesAttention(core, exchange) if exchange else core
-    attention = kind(of, heads, router, core, positions(rotary, context), init_std, output_std)
+    positions = positions(rotary, context)
+    attention = kind(of, heads, router, core, positions, init_std, output_std, settings.products)
     if counted is not None:
         attention.add_module("cope", counted)
     return attention
 
 
 def build_router(config, layer_index, heads, core, init_std, terms, settings):
-    """The router of a layer, whose configuration is ``config``; see moh_lm/model/router.py. terms: ``loss_terms``."""
+    """Return the router of a layer configured by ``config``; see moh_lm/model/router.py. terms: ``loss_terms``."""
     if config.heads.head_selection == "all":
         return AllHeads()
     if config.heads.head_selection == "static":
@@ -199,7 +206,7 @@ class QueryNormHeterogeneous(QueryNormAttention, HeterogeneousAttention):
 
 
 def attention_kind(config, layer_index, router, core, settings):
-    """The class of an attention layer, whose configuration is ``config``."""
+    """Return the class of an attention layer, whose configuration is ``config``."""
     by_queries = isinstance(router, HeadRouter) and router.form.reads_queries
     if config.head_dims:
         return QueryNormHeterogeneous if by_queries else HeterogeneousAttention

@@ -1,8 +1,8 @@
 """Command-line flags, made from the fields of the configuration.
 
 Every field becomes one flag of its name (``num_layers`` -> ``--num-layers``), grouped by section in ``--help``. A
-later flag wins over an earlier one, so that arguments appended to a launch script override it. ``--config`` stands for
-the flags of a file, in its place. All unknown flags and unreadable values are collected and shown together.
+later flag wins over an earlier one, so that arguments appended to a launch script override it. ``--config`` inserts
+the flags of a file in its place. All unknown flags and unreadable values are collected and shown together.
 """
 
 import argparse
@@ -21,15 +21,15 @@ MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
 
 
 def parse_config(arguments):
-    """(Config, dry_run) from command-line arguments. Raises ConfigError; exits by itself only for ``--help``."""
+    """Return (Config, dry_run) from command-line arguments. Raises ConfigError; exits itself only for ``--help``."""
     given = parse_flags(make_parser(), arguments)
     return config_of(given), given.dry_run
 
 
 def parse_flags(parser, arguments, config_type=Config):
-    """What ``arguments`` say: a namespace whose ``values`` are {field: value} of the configuration's flags among them.
+    """Parse ``arguments`` into a namespace whose ``values`` are {field: value} of the configuration's flags among them.
 
-    parser: with the ``add_config_flags`` of this ``config_type``. Raises ConfigError.
+    parser: has the flags of ``add_config_flags`` for this ``config_type``. Raises ConfigError.
     """
     parser.strict = True
     namespace, unknown = parser.parse_known_args(arguments)
@@ -55,20 +55,32 @@ def parse_flags(parser, arguments, config_type=Config):
 
 
 def config_of(given):
-    """The ``Config`` of what ``parse_flags`` gave.
+    """Return the ``Config`` for the result of ``parse_flags``.
 
-    What is not given is, of the model, that of the newest checkpoint in --checkpoint-dir, or else that of --preset.
+    Model settings that are not given come from the newest checkpoint in --checkpoint-dir, or else from --preset.
     """
     config_type = given.config_type
     model = without_replaced(model_of_run(given.values.get("checkpoint_dir"), config_type), given.values)
     if given.values.get("head_selection") == "gated":
         model.pop("routing", None)  # which gated decides; moh_lm.run.resume says what the run has
     known = {**model, **given.values}
-    return config_type.from_dict({**(config_type.preset(given.preset, known) if given.preset else {}), **known})
+    preset = config_type.preset(given.preset, known) if given.preset else {}
+    return config_type.from_dict({**of_device(given), **preset, **known})
+
+
+def of_device(given):
+    """Return {field: value} that launch scripts and presets of language models leave to the device: a GPU compiles,
+    which was measured to be faster (docs/results.md)."""
+    import torch  # not above, because --help needs none
+
+    named = given.preset or getattr(given, "script", None)
+    fixed = given.values.get("window_strategy") != "entropy"
+    on_gpu = torch.cuda.is_available() or getattr(given, "device_name", None)
+    return {"compile": True} if given.config_type is Config and named and fixed and on_gpu else {}
 
 
 def without_replaced(model, given):
-    """{field: value} of a run's model, without numbers of heads if ``given`` has another budget, or the other way."""
+    """Return {field: value} of a run's model, without the head numbers or budget that ``given`` replaces."""
     if "num_active_routed_heads" in given:
         replaced = SPREAD
     elif any(given[name] != model.get(name) for name in SPREAD if name in given):
@@ -79,7 +91,7 @@ def without_replaced(model, given):
 
 
 def changes(arguments, config_type=Config):
-    """Lines on what ``arguments`` change: of the launch script's flags, or of the preset or the defaults."""
+    """Return lines on what ``arguments`` change in the launch script's flags, the preset or the defaults."""
     places = [place for place, text in enumerate(arguments) if text == "--script"]
     place = places[-1] if places else 0
     parts = arguments[:place], arguments[place:]
@@ -101,19 +113,19 @@ def changes(arguments, config_type=Config):
 
 
 def of_all_layers(value):
-    """One number, if ``value`` is a tuple that has it in all layers; else ``value``."""
+    """Return one number if ``value`` is a tuple with that number in all layers, else ``value``."""
     equal = isinstance(value, tuple) and len(set(value)) == 1 and not isinstance(value[0], tuple)
     return value[0] if equal else value
 
 
 def model_of_run(directory, config_type=Config):
-    """{field: value} of the model in the newest checkpoint of a run directory; {} without any."""
+    """Return {field: value} of the model in the newest checkpoint of a run directory, {} without checkpoints."""
     model = newest_model(directory, config_type)[1] if directory else None
     return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
 
 
 def save_config(given, path):
-    """Write what was said, for ``--config``. Raises ConfigError."""
+    """Write the given flags to a file for ``--config``. Raises ConfigError."""
     values = {"preset": given.preset} if given.preset else {}
     values |= {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -124,23 +136,23 @@ def save_config(given, path):
 
 
 def make_parser(config_type=Config):
-    """The parser of a task's training command."""
+    """Return the parser of a task's training command."""
     parser = Parser(prog=f"python -m {config_type.program}", usage="%(prog)s [flags]", description=config_type.about)
     add_config_flags(parser, config_type)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
-    parser.add_argument("--save-config", metavar="FILE.yaml", help="with --dry-run: write the flags for --config")
+    parser.add_argument("--save-config", metavar="FILE.yaml", help="with --dry-run: file to write for --config")
     help_of_devices = "with --dry-run: plan for this many devices (default: those that were started)"
     parser.add_argument("--devices", type=at_least(1), metavar="N", help=help_of_devices)
     help_of_name = "with --dry-run: plan for these GPUs, such as H100, even on a machine without any"
     parser.add_argument("--device-name", type=device_name, metavar="NAME", help=help_of_name)
-    parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
+    parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, before the user's flags
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
 
 
 def add_config_flags(parser, config_type=Config):
-    """A flag for each field of a configuration, in groups; --preset and --config."""
+    """Add --preset, --config, and a flag for each field of a configuration, in groups."""
     groups = {}
     for section, entry in walk(config_type()):
         title = type(section).__doc__
@@ -157,11 +169,11 @@ def add_config_flags(parser, config_type=Config):
         )
     presets = dict(choices=config_type.presets, help=config_type.of_presets)
     parser.add_argument("--preset", action=LaterWins, replaces=None, **presets)
-    parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="file of flags, NAME: VALUE each")
+    parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="file with lines NAME: VALUE")
 
 
 class LaterWins(argparse.Action):
-    """Store the texts of a flag, and forget those of the flag that it ``replaces``."""
+    """Stores the texts of a flag, and forgets those of the flag that it ``replaces``."""
 
     def __init__(self, *args, replaces, **kwargs):
         super().__init__(*args, **kwargs)
@@ -174,7 +186,7 @@ class LaterWins(argparse.Action):
 
 
 class FlagsOfFile(argparse.Action):
-    """Take the flags of a YAML file, as if they stood on the command line in its place. Raises ConfigError."""
+    """Reads the flags of a YAML file as if they stood on the command line in its place. Raises ConfigError."""
 
     def __call__(self, parser, namespace, path, option_string=None):
         try:
@@ -227,7 +239,7 @@ class Texts(yaml.SafeLoader):
 
 
 def as_texts(value, is_list):
-    """What stands for a value of YAML on the command line: a text, or texts."""
+    """Return the text or texts that stand for a YAML value on the command line."""
     if isinstance(value, dict):
         return [f"{name}={weight}" for name, weight in value.items()]
     if isinstance(value, list):
@@ -237,7 +249,7 @@ def as_texts(value, is_list):
 
 
 def read_value(entry, texts):
-    """The value of a field from the text, or texts, after its flag. Raises ValueError that says what is allowed."""
+    """Return the value of a field from the texts after its flag. Raises a ValueError that says what is allowed."""
     parse = value_parser(entry)
     values = tuple(map(parse, texts)) if is_list(entry) else (parse(texts),)
     if entry.name != "seed" and any(isinstance(value, int) and value >= 2**63 for value in values):
@@ -266,7 +278,7 @@ def value_parser(entry):
 
 
 def type_of(entry):
-    """The type of one value: int for ``int | None`` and for ``tuple[int, ...]``."""
+    """Return the type of one value: int for ``int | None`` and for ``tuple[int, ...]``."""
     return next(iter(get_args(entry.type)), entry.type)
 
 

@@ -1,4 +1,4 @@
-"""JSON that others wrote: its value, or a ValueError that says what is wrong with it."""
+"""Reads JSON that others wrote, or raises a ValueError that says what is wrong with it."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 class BeyondLimits(ValueError):
-    """JSON that Python does not read, whether or not it is valid. The message says which limit it exceeds."""
+    """JSON that Python cannot read, whether or not it is valid. The message says which limit it exceeds."""
 
 
 def open_at_once(path, flags):
@@ -21,7 +21,7 @@ def read_json(path):
 
 
 def parse_json(text: str | bytes):
-    """The value of a JSON text. Raises ValueError: BeyondLimits where only Python's limits stand in the way."""
+    """Return the value of a JSON text. Raises ValueError, or BeyondLimits if only Python's limits are the reason."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -1,6 +1,6 @@
 """The program of every rank: its flags first, then the imports that take seconds, then the run.
 
-    python -m moh_lm.pretrain --help        the launch/ scripts call it with the paper's values
+    python -m moh_lm.pretrain --help        the scripts in launch/ call it with the paper's values
 
 docs/checkpoints.md has the exit codes.
 """

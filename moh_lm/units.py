@@ -12,7 +12,7 @@ DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+)")
 
 
 def quantity(base):
-    """A reader of counts such as 4M or 100B, whose suffixes are powers of ``base``."""
+    """Return a function that reads counts such as 4M or 100B, whose suffixes are powers of ``base``."""
 
     def read(text):
         suffix = text[-1:].upper()
@@ -29,7 +29,7 @@ def quantity(base):
 
 
 def duration(text):
-    """Seconds from a number of seconds, or from parts such as 3h50m."""
+    """Read seconds from a number, or from parts such as 3h50m."""
     parts = DURATION.fullmatch(text)
     if not text or not parts:
         raise ValueError("write seconds, or days, hours, minutes and seconds such as 3h50m")
@@ -51,7 +51,7 @@ def real(text):
 
 
 def at_least(least):
-    """A reader of whole numbers from ``least`` on."""
+    """Return a function that reads whole numbers from ``least`` on."""
 
     def read(text):
         value = integer(text)
@@ -77,7 +77,7 @@ def share(text):
 
 
 def short(number):
-    """Such as 4M or 1.25B; suffixes are powers of 1000."""
+    """Return a number such as 4M or 1.25B; suffixes are powers of 1000."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.2f}{unit}" if unit == "B" else f"{number / size:.0f}{unit}"
@@ -89,7 +89,7 @@ def gibibytes(size):
 
 
 def words(value):
-    """The value of a setting, or the texts of its flag."""
+    """Return the value of a setting, or the texts of its flag, as text."""
     if isinstance(value, tuple) and value and not isinstance(value[0], tuple):
         return by_layer(value)
     if isinstance(value, list | tuple):
@@ -98,12 +98,12 @@ def words(value):
 
 
 def listing(items, most=8):
-    """Such as: a, b and 3 more."""
+    """Return a list such as: a, b and 3 more."""
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if items[most:] else "")
 
 
 def by_layer(values, separator=", "):
-    """Such as: layers 0-3: 8, 4-11: 6."""
+    """Return a text such as: layers 0-3: 8, 4-11: 6."""
     parts, first = [], 0
     for value, equal in groupby(values):
         last = first + len(list(equal)) - 1
@@ -113,7 +113,7 @@ def by_layer(values, separator=", "):
 
 
 def wrapped(line, indent=11, break_words=False):
-    """``line`` in as many lines of 80 columns as it takes, the later ones indented."""
+    """Return ``line`` wrapped to 80 columns, with the later lines indented."""
     ways = {"break_long_words": break_words, "break_on_hyphens": False}
     return textwrap.fill(line, 80, subsequent_indent=" " * indent, **ways)
 
@@ -127,7 +127,7 @@ def time_left(seconds):
 
 
 def rounded(value):
-    """Numbers to five significant digits, so that rows stay small."""
+    """Round numbers to five significant digits, so that rows stay small."""
     return each_float(value, lambda number: float(f"{number:.5g}"))
 
 

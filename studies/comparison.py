@@ -1,4 +1,4 @@
-"""A comparison of variants: which run is trained next, what it costs, and when the report is written."""
+"""A comparison of variants: the next run to train, its cost, and the time to write the report."""
 
 import itertools
 import math
@@ -27,12 +27,12 @@ from studies.runs import (
 )
 from studies.table import SEEDS, TUNING_SEED, Size, Variant, factor
 
-MOST_RATES = 6  # tried for one form, if the best is always at the edge
-OVERHEAD = 1.1  # evaluations and the start of a run, over its training
+MOST_RATES = 6  # most rates tried for a form whose best is always at the edge
+OVERHEAD = 1.1  # time with evaluations and the start of a run over its training time
 
 
 class Trial(NamedTuple):
-    """A run that the table wants. factor: what multiplies the learning rate; None until tuning has found it."""
+    """A run that the table requires. factor: multiplies the learning rate; None until tuning has found it."""
 
     size: Size
     variant: Variant
@@ -66,7 +66,7 @@ def compare(flags):
 
 
 def describe_data(directory, enough):
-    """Print the tokens of each source, and whether they are enough; raise ConfigError if there are none."""
+    """Print the tokens of each source, and whether they suffice. Raises ConfigError if there are none."""
     try:
         sources = read_manifest(directory)["sources"]
     except ShardError as error:
@@ -80,7 +80,7 @@ def describe_data(directory, enough):
 
 
 class Comparison:
-    """What is wanted, what of it exists, and what comes next. ``refused``: {variant: why it cannot be trained}."""
+    """The requested runs, the existing ones, and the next one. ``refused``: {variant: why it cannot be trained}."""
 
     def __init__(self, flags):
         self.flags, self.table, self.others, self.begun = flags, flags.table, flags.others, time.monotonic()
@@ -101,16 +101,16 @@ class Comparison:
                 self.variants.append(variant)
 
     def model_arguments(self, size, variant):
-        """Flags that say what is trained, without those of its budget, rate and seed."""
+        """Return the flags of the model, without those of its budget, rate and seed."""
         return [*self.table.common, *size.flags.split(), *variant.arguments(size.heads, size.layers)]
 
     def config(self, size, variant):
-        """The ``Config`` of the variant with a budget that leaves room for any schedule. Raises ConfigError."""
+        """Return the ``Config`` of the variant with a budget that leaves room for any schedule. Raises ConfigError."""
         place = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "1000000"]
         return parse_config([*self.model_arguments(size, variant), *place, *self.others])[0]
 
     def iterations(self, size, variant):
-        """Iterations of the size, or as many as give its first variant that many tokens per parameter."""
+        """Return the iterations of the size, or those that give its first variant the size's tokens per parameter."""
         if size.iterations:
             return math.ceil(size.iterations * variant.tokens)
         config = self.config(size, self.table.variants[0])
@@ -136,7 +136,7 @@ class Comparison:
         return Run(name, directory, steps, arguments)
 
     def trials(self, diverged=()):
-        """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size.
+        """Yield all requested runs, the most informative first, by tier: forms are tuned, then compared by size.
 
         Seeds beyond the first three come after all tiers."""
         best, few = {}, len(SEEDS)
@@ -164,7 +164,7 @@ class Comparison:
         return found
 
     def next_run(self, busy, codes):
-        """For ``train_all``: the first run that can begin and would end within the hours."""
+        """Return for ``train_all`` the first run that can start and would end within the hours."""
         left = self.flags.hours - (time.monotonic() - self.begun) / 3600
         speeds = {size: self.speed(size) for size in self.trained} if left < math.inf else {}
         for trial in self.trials([path for path, code in codes.items() if code == DIVERGED]):
@@ -179,7 +179,7 @@ class Comparison:
     def check_flags(self):
         """Raise ConfigError if a run of the plan has no room for its schedule, or an existing run has other flags.
 
-        This includes runs of variants that are not asked for now, because the report compares with them.
+        This includes runs of variants that are not requested now, because the report compares with them.
         """
         runs = [self.run(trial) for trial in self.trials() if trial.factor is not None]
         for run in runs:
@@ -188,7 +188,7 @@ class Comparison:
         check_flags([*runs, *map(self.run, self.there())], self.flags.out)
 
     def there(self):
-        """The trials of the table, at the sizes that are asked for, that have begun."""
+        """Return the trials of the table that have started, at the requested sizes."""
         for size, variant in itertools.product(self.sizes, self.table.variants):
             for path in sorted((self.flags.out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
                 if named := factor_and_seed(path):
@@ -201,11 +201,11 @@ class Comparison:
         return 1 / times.seconds(times.short_run(self, size, self.table.variants[0], 1).directory)
 
     def likely_run(self, trial):
-        """The run of a trial; as long as its form is not tuned, the one that has the factor 1."""
+        """Return the run of a trial; until its form is tuned, the run with the factor 1."""
         return self.run(trial._replace(factor=trial.factor or 1))
 
     def hours(self, trial, speed):
-        """About how long the rest of a run takes. FLOPs say how much slower than the dense model it is."""
+        """Estimate the hours of the rest of a run. FLOPs say how much slower than the dense model it is."""
         run, config = self.likely_run(trial), self.config(trial.size, trial.variant)
         cost, dense = (flops_per_token(each.model, each.run.seq_length)["active"]
                        for each in (config, self.config(trial.size, self.table.variants[0])))  # fmt: skip
@@ -240,10 +240,10 @@ class Comparison:
 
 
 def tuning(losses, rates):
-    """(factors to try, the best one or None): of {factor: loss} so far and the ``rates`` to begin with.
+    """Return (factors to try, the best one or None), given {factor: loss} so far and the initial ``rates``.
 
-    One rate needs no trial. While the best is the lowest or the highest tried, half or twice of it is added. A factor
-    that diverged has the loss inf.
+    A single rate needs no trial. While the best is the lowest or the highest tried, half or twice of it is added. A
+    factor that diverged has the loss inf.
     """
     if len(rates) == 1:
         return [], rates[0]

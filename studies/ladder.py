@@ -5,7 +5,7 @@
 
 ``launch/ladder.sh`` calls it; docs/history/ladder.md describes it. FLAGS of moh_lm.pretrain override its own. Each size
 is trained once, with --schedule wsd, for the largest budget. The smaller budgets branch off where their decay begins,
-and give the same result as runs planned for them. With --widths it trains one depth at several widths and learning
+and give the same results as runs planned for them. With --widths it trains one depth at several widths and learning
 rates, with and without --base-width. Nothing but the directories below OUT records what was trained (runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.
@@ -80,7 +80,7 @@ def run(flags):
     for run in asked:
         if problems := config_problems(configs[run.directory], flags.ranks):
             raise ConfigError([f"{run.name}: {problems[0]}"])
-    there = [size for size in SIZES if (flags.out / "runs" / size).exists()]  # the report has them too
+    there = [size for size in SIZES if (flags.out / "runs" / size).exists()]  # the report includes them
     check_flags([*asked, *itertools.chain(*rungs_of(flags, there).values())], flags.out)
     _lock = lock_directory(flags.out)
     codes = train_all(lambda busy, codes: next_run(rungs, configs, busy, codes), jobs_of(flags), flags.ranks)
@@ -89,5 +89,5 @@ def run(flags):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through train_all, which tells its runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends train_all, which stops its runs
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The reports of a ladder: REPORT.md with the losses of its runs; WIDTHS.md and widths.png of those with --widths."""
+"""The reports of a ladder: REPORT.md with the losses of its runs; WIDTHS.md and widths.png for runs with --widths."""
 
 from moh_lm.config.presets import SIZES
 from moh_lm.data.files import publish_own
@@ -21,7 +21,7 @@ def write(out):
 
 
 def place_of(path):
-    """(place of the size, tokens per parameter) of a run's directory; None for any other."""
+    """Return (place of the size, tokens per parameter) of a run's directory, or None for any other."""
     try:
         return SIZES.index(path.parent.name), float(path.name.removeprefix("tokens-"))
     except ValueError:

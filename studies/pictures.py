@@ -1,6 +1,6 @@
 """Pictures of tables of runs: curves.png and multipliers.png, if matplotlib is installed.
 
-table: {size: {variant: {seed: run}}} of report.py. Each form has a colour, each budget of heads a line style.
+table: {size: {variant: {seed: run}}} of report.py. Each form has a colour, and each budget of heads has a line style.
 """
 
 import io
@@ -13,7 +13,7 @@ try:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-except ImportError:  # the tables are made without it
+except ImportError:  # the tables do not need it
     pyplot = None
 
 
@@ -32,15 +32,15 @@ def draw(out, table, variants, multipliers):
 
 
 def line(number, name):
-    """A colour for the form of this ``number``, a line for the budget of heads; after ten forms, another line."""
+    """Return a colour for form ``number`` and a line style for the budget of heads; after ten forms, another style."""
     of_budget = {"": "-.", "75": "--", "25": ":"}.get(name.partition("-")[2], "-")
     return {"color": f"C{number % 10}", "linestyle": of_budget if number < 10 else ("-.", ":", "--")[number // 10 % 3]}
 
 
 def draw_curves(path, table, reference, style):
-    """The validation loss against tokens, and its difference to the ``reference`` variant with the same seeds.
+    """Draw the validation loss against tokens, and its difference to the ``reference`` variant with the same seeds.
 
-    A column of the picture for each size. style: the settings of a variant's line.
+    The picture has a column for each size. style: the settings of a variant's line.
     """
     figure, axes = pyplot.subplots(2, len(table), figsize=(5 * len(table) + 1, 8), layout="constrained", squeeze=False)
     for (upper, lower), (size, variants) in zip(axes.T, table.items(), strict=True):
@@ -60,7 +60,7 @@ def draw_curves(path, table, reference, style):
 
 
 def finish(figure, axes, path):
-    """One legend with every line of the picture, then the file."""
+    """Add one legend with every line of the picture, and write the file."""
     lines = {}
     for axis in (axis for row in axes for axis in row):
         handles, labels = axis.get_legend_handles_labels()
@@ -74,14 +74,14 @@ def finish(figure, axes, path):
 
 
 def curve(runs):
-    """{step: mean over ``runs`` and sources of the validation loss} where it is finite in all of them."""
+    """Return {step: mean over ``runs`` and sources of the validation loss} where it is finite in all of them."""
     finite = ({step for step, of in run["evaluations"].items() if None not in of.values()} for run in runs)
     steps = sorted(set.intersection(*finite))
     return {step: mean(mean(run["evaluations"][step].values()) for run in runs) for step in steps}
 
 
 def draw_multipliers(path, multipliers):
-    """Tokens of the dense model over those of the form, with 90% intervals; a point per form and size."""
+    """Draw the dense model's tokens over those of the form, with 90% intervals; a point per form and size."""
     names = list(dict.fromkeys(name for found in multipliers.values() for name in found))
     if not names:
         return

@@ -25,7 +25,7 @@ def write(out, table):
     found, left_out = read_runs(out / "runs", table)
     forms = {variant.name: variant.form for variant in table.variants}
     tuned = tuning_losses(found.get(table.sizes[0].name, {}))
-    of_form = {forms[name]: losses for name, losses in reversed(tuned.items())}  # the first of a form is tuned
+    of_form = {forms[name]: losses for name, losses in reversed(tuned.items())}  # the first variant of a form is tuned
     best = {name: of_form.get(form, {}) for name, form in forms.items()}
     sizes = {size: alike(compared(variants, best), left_out.setdefault(size, [])) for size, variants in found.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
@@ -38,9 +38,9 @@ def write(out, table):
 
 
 def read_runs(directory, table):
-    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the table.
+    """Return {size: {variant: {learning rate factor: {seed: run}}}} of complete runs, in the order of the table.
 
-    Also {size: [words about a run that diverged]}, without those that tune.
+    Also returns {size: [words about a run that diverged]}, without tuning runs.
     """
     found, diverged = {}, {}
     for size in table.sizes:
@@ -57,10 +57,10 @@ def read_runs(directory, table):
 
 
 def compared(variants, tuned):
-    """{variant: {seed: run}} of the seeds that are compared, at the factor that its form was tuned to.
+    """Return {variant: {seed: run}} of the compared seeds, at the factor to which the form was tuned.
 
     tuned: {variant: {factor: loss}} of the tuning of its form. A variant without a run at the best factor is compared
-    at the one that has most seeds; of as many, at the better one, or else at that which most variants have.
+    at the factor with most seeds; among equals, at the better one, or else at the one that most variants have.
     """
     found, common = {}, Counter(factor for of in variants.values() for factor in of if {*of[factor]} - {TUNING_SEED})
     for name, factors in variants.items():
@@ -74,8 +74,8 @@ def compared(variants, tuned):
 
 
 def alike(variants, left_out):
-    """{variant: {seed: run}} without runs whose tokens are not those of most of their variant, or whose sources are not
-    those of most of the size; words on them join ``left_out``."""
+    """Return {variant: {seed: run}} without runs whose tokens differ from most of their variant, or whose sources
+    differ from most of the size; remarks about them join ``left_out``."""
     found, sources = {}, usual(frozenset(final_losses(run)) for runs in variants.values() for run in runs.values())
     for name, runs in variants.items():
         tokens = usual(map(tokens_of, runs.values()))
@@ -106,10 +106,10 @@ def tokens_of(run):
 
 
 def tokens_of_dense(points, loss):
-    """(T at which the dense model ends at ``loss``, whether it lies between the points); None if they do not say.
+    """Return (T at which the dense model reaches ``loss``, whether it lies between the points), or None if unknown.
 
-    points: {T: loss} of dense runs, at least two, lower with more tokens. Linear in ln T between neighbours, and
-    beyond the first and the last two.
+    points: {T: loss} of dense runs, at least two, lower with more tokens. The loss is linear in ln T between
+    neighbours, and extrapolated from the first and the last two.
     """
     ordered = sorted(points.items())
     if len(ordered) < 2 or any(more >= less for (_, less), (_, more) in pairwise(ordered)):
@@ -162,7 +162,7 @@ def markdown(sizes, factors, table, tuned, left_out, times):
 
 
 def answers(variants, questions):
-    """The differences that the questions of the table ask for."""
+    """Yield the differences that answer the questions of the table."""
     rows = []
     for name, against, question in questions:
         if found := results.differences(variants.get(name, {}), variants.get(against, {})):
@@ -181,7 +181,7 @@ def size_section(size, heads, variants, found):
         return f"{counts['total'] - counts['embedding']:,}"
 
     def to_dense(measure):
-        """A column of ``measure``(run) over that of dense."""
+        """Return a column of ``measure(run)`` over the value of dense."""
         return lambda name, runs: f"{mean(map(measure, runs)) / measure([*dense.values()][0]):.3f}"
 
     def in_flops(name, runs):
@@ -234,7 +234,7 @@ def times_section(size, found, times):
 
 
 def static_of(variants, name):
-    """The static runs with as many heads; none for static itself and for all heads."""
+    """Return the static runs with the same number of heads; none for static itself and for all heads."""
     form, _, share = name.partition("-")
     return variants.get(f"static-{share}", {}) if form != "static" else {}
 

@@ -1,7 +1,7 @@
-"""What complete runs say: their losses, differences seed by seed, and tables of them in Markdown.
+"""The results of complete runs: their losses, differences by seed, and tables in Markdown.
 
 A run that is not complete is left out. So is one whose last losses are not finite, and the report names it. The loss of
-a run is the mean over its sources. Intervals hold the true mean with a confidence of 90%, seeds being all that varies.
+a run is the mean over its sources. Intervals contain the true mean with a confidence of 90% if only seeds vary.
 """
 
 import math
@@ -15,16 +15,16 @@ from moh_lm.cost.memory import cache_bytes
 from moh_lm.monitor.alarms import BALANCE, COLLAPSE, DRIFT
 from moh_lm.monitor.events import complete_rows
 
-# 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
+# 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond 15, that of 15, which is slightly wide.
 STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 
 
 def read_run(directory):
-    """A run. None if it is not complete or a loss at its end is not finite, or, with a note, if its config.json is bad.
+    """Return a run, or None if it is not complete, its last losses are not finite or, with a note, config.json is bad.
 
     {"config", "evaluations": {step: {source: loss in nats per token}}, "rows": of metrics.jsonl, "active_heads":
-    {layer: heads of a token} in the last interval, with --routing-top-p and --routing relu only, "alarms": how many
-    fired that are about heads; NaN without an events.jsonl}.
+    {layer: heads of a token} in the last interval, only with --routing-top-p or --routing relu, "alarms": the number
+    that fired about heads, NaN without an events.jsonl}.
     """
     try:
         config = Config.load(directory / "config.json")
@@ -48,7 +48,7 @@ def read_run(directory):
 
 
 def factor_and_seed(directory):
-    """(factor of the learning rate, seed) of a run's directory, rate-FACTOR-seed-N; None for any other."""
+    """Return (factor of the learning rate, seed) of a run's directory, rate-FACTOR-seed-N, or None for any other."""
     found = re.fullmatch(r"rate-(\d[\d.e+-]*)-seed-(\d{1,18})", directory.name)
     try:
         factor, seed = float(found[1]), int(found[2])
@@ -83,7 +83,7 @@ def metrics(run):
 
 
 def final_evaluation(run, iterations):
-    """The losses of the run's sources after ``iterations``; None if it has not got so far."""
+    """Return the losses of the run's sources after ``iterations``, or None if it has not reached them."""
     rows = [row for row in metrics(run) if "evaluation" in row and row["step"] == iterations]
     return rows[-1]["evaluation"] if rows else None
 
@@ -99,7 +99,7 @@ def final_loss(run):
 
 
 def differences(runs, against):
-    """L(runs) - L(against) of the seeds that both have: [d, ...]. Both are {seed: run}."""
+    """Return L(runs) - L(against) for the seeds that both have, [d, ...]. Both are {seed: run}."""
     return [final_loss(runs[seed]) - final_loss(against[seed]) for seed in sorted(runs.keys() & against.keys())]
 
 
@@ -111,7 +111,7 @@ def write_table(head, rows):
 
 
 def significance(differences):
-    """(the mean difference and half its interval, in words; the verdict)."""
+    """Return (the mean difference and half its interval, in words; the verdict)."""
     center, width = interval(differences)
     if width == math.inf:
         return f"{center:+.4f}", "one seed"
@@ -120,7 +120,7 @@ def significance(differences):
 
 
 def interval(values):
-    """(mean, half the width of its interval of 90%); the width of one value is infinite."""
+    """Return (mean, half the width of its 90% interval); the width for one value is infinite."""
     if len(values) == 1:
         return values[0], math.inf
     t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
@@ -132,7 +132,7 @@ def spread(values):
 
 
 def kept(run):
-    """Numbers that generation keeps of a token of a whole sequence: keys and values of all layers."""
+    """Return the numbers that generation keeps per token of a whole sequence: keys and values of all layers."""
     return cache_bytes(run["config"].model, run["config"].run.seq_length, width=1)["whole"]
 
 
@@ -142,7 +142,7 @@ def flops(run):
 
 
 def heads(run):
-    """How many of the heads a token uses, in words; of the first layer where layers differ."""
+    """Describe how many of the heads a token uses; in the first layer, if layers differ."""
     model = run["config"].model
     chosen, total = model.heads, model.of_layer(0).num_attention_heads
     if chosen.head_selection == "all":

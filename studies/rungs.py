@@ -1,4 +1,4 @@
-"""The runs of a ladder: for each size one at a stable rate and the branches that decay earlier, in their order."""
+"""The runs of a ladder: for each size, a run with a stable rate and the branches that decay earlier, in order."""
 
 import math
 import shlex
@@ -11,12 +11,12 @@ from moh_lm.flags import make_parser, parse_config, parse_flags
 from studies.atlas_forms import COMMON
 from studies.runs import ROOT, Run, as_flags
 
-PARTS = (1, 2, 4)  # the budgets are the whole one over these
-DECAY = 5  # a budget over this is its decay, so that all decays begin at a multiple of a fifth of the whole run
+PARTS = (1, 2, 4)  # the budgets are the largest one over these
+DECAY = 5  # a decay is a budget over this, so that all decays begin at a multiple of a fifth of the whole run
 
 
 def iterations(arguments, size, flags):
-    """Iterations of the largest budget, which every part and every decay divides."""
+    """Return the iterations of the largest budget, which every part and every decay divides."""
     tokens, unit = parse_config([*arguments, "--train-iters", "1"])[0].run.tokens_per_iteration, max(PARTS) * DECAY
     return unit * math.ceil(flags.tokens_per_parameter * parameters(size) / tokens / unit)
 
@@ -28,7 +28,7 @@ def make_run(name, arguments, steps, schedule, flags):
 
 
 def rungs_of(flags, sizes):
-    """{size: [its stable run, which is its largest budget, and the branches of the others]}."""
+    """Return {size: [its stable run, which is its largest budget, and the branches of the others]}."""
     rungs, given = {}, parse_flags(make_parser(), flags.others).values
     for size in sizes:
         arguments = ["--preset", size, *COMMON, "--micro-batch-size", "16", "--schedule", "wsd", *flags.others]
@@ -42,7 +42,7 @@ def rungs_of(flags, sizes):
 
 
 def width_runs(flags):
-    """A run for every width and rate, with the first width as base width and without one."""
+    """Return a run for every width and rate, with the first width as base width and without one."""
     runs = []
     for width in flags.widths:
         for base in dict.fromkeys((flags.widths[0], width)):
@@ -63,7 +63,7 @@ def dry_run(run):
 
 
 def next_run(rungs, configs, busy, codes):
-    """For ``train_all``: the rungs in their order; each begins after all runs of those before it."""
+    """Return for ``train_all`` the rungs in order; each begins after all runs of the earlier ones."""
     for size, (stable, *others) in rungs.items():
         left = [run for run in (stable, *others) if not run.is_complete()]
         branches = others if size in SIZES else []

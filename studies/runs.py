@@ -2,9 +2,9 @@
 
 Nothing but the directories records what was trained. A run is complete if its metrics.jsonl has an evaluation after the
 last iteration; one that was stopped resumes from its last checkpoint. DIRECTORY.log beside the directory begins with
-the flags of the run and a hash of what it reads, so that none resumes with others, and with what else its speed depends
-on. Where the log is missing, the run's own files tell what it trained (``contradiction``).
-Runs at the same time have GPUs or threads of their own.
+the flags of the run and a hash of its inputs, so that no run resumes with others, and with everything else that affects
+its speed. If the log is missing, the run's own files show what it trained (``contradiction``).
+Simultaneous runs have their own GPUs or threads.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ from studies.results import events, final_evaluation, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
-STOPPED = 75  # asked to stop, and has saved
+STOPPED = 75  # it was asked to stop, and has saved
 INPUTS = b"\nreads: sha256 "
 PLACES = ("data_dir", "checkpoint_dir")  # settings that may change when OUT moves
-OF_BRANCHES = ("train_iters", "train_tokens", "decay_iters")  # settings of a branch that its stable run has not
-OF_EVENTS = {"failed": DIVERGED, "stopped": STOPPED}  # torchrun makes 1 of either; the run's last event tells
+OF_BRANCHES = ("train_iters", "train_tokens", "decay_iters")  # settings of a branch that its stable run lacks
+OF_EVENTS = {"failed": DIVERGED, "stopped": STOPPED}  # torchrun turns either into 1; the run's last event shows which
 
 
 class Run(NamedTuple):
-    """A run of the table: what it is called, where it is, how many iterations it has, and its flags."""
+    """A run of the table: its name, directory, number of iterations, and flags."""
 
     name: str
     directory: Path
@@ -54,12 +54,12 @@ class Run(NamedTuple):
 
 
 def as_flags(values):
-    """{name: value} as --name value."""
+    """Return {name: value} as --name value."""
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
 def check_flags(runs, out):
-    """Raise ConfigError if one of ``runs`` was begun with other flags, or other text, than it would have now."""
+    """Raise ConfigError if one of ``runs`` was started with other flags, or other text, than it would have now."""
     for run in runs:
         if not run.log.exists() and (found := contradiction(run)):
             advice = "restore the log, move the run away, or choose another OUT"
@@ -73,9 +73,9 @@ def check_flags(runs, out):
 
 
 def contradiction(run):
-    """Why a run without a log is not the one that would be trained now: its settings, its data or its code; or None.
+    """Return why a run without a log differs from the one that would be trained now (settings, data, code), or None.
 
-    A run that has not begun says nothing, nor does a branch of a ladder, which has a checkpoint of its stable run.
+    It is None for a run that has not started, and for a branch of a ladder with a checkpoint of its stable run.
     """
     steps = list_steps(run.directory / "checkpoints")
     recorded = next((path for path in (run.directory, *steps[:1]) if (path / "config.json").exists()), None)
@@ -114,9 +114,9 @@ def inputs(run):
 
 
 def differs(run, out):
-    """Whether the run was begun with other flags than it would have now.
+    """Return whether the run was started with other flags than it would have now.
 
-    The directory ``out`` may have been moved or copied since: the flags of a run end with its own directory.
+    The directory ``out`` may have been moved or copied since then: the flags of a run end with its own directory.
     """
     flags = (" ".join(run.arguments) + "\n").encode()
     own = f"/{run.directory.relative_to(out)}\n".encode()
@@ -128,9 +128,9 @@ def differs(run, out):
 
 
 def lock_directory(out):
-    """Hold OUT until this program ends. Raises ConfigError if another command trains there, or a REPORT.md is not ours.
+    """Lock OUT until this program ends. Raises ConfigError if another command trains there, or a REPORT.md is not ours.
 
-    Each would empty the logs of the other's runs.
+    Two commands would empty the logs of each other's runs.
     """
     out.mkdir(parents=True, exist_ok=True)
     refuse_foreign(out, ("REPORT.md", "WIDTHS.md"))
@@ -138,12 +138,12 @@ def lock_directory(out):
 
 
 def jobs_of(flags):
-    """--jobs, or as many runs as there are GPUs for; one on a CPU."""
+    """Return --jobs, or as many runs as there are GPUs for; one on a CPU."""
     return flags.jobs or max(1, torch.cuda.device_count() // flags.ranks)
 
 
 def shares(jobs, ranks):
-    """The own part of each job's environment: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
+    """Return each job's own environment: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
 
     With too few GPUs for all jobs, some share theirs. A single job has everything."""
     count = torch.cuda.device_count()
@@ -156,16 +156,16 @@ def shares(jobs, ranks):
 
 
 def place(ranks, share):
-    """What the speed of a run depends on besides its flags: the second line of its log."""
+    """Return what affects the speed of a run besides its flags: the second line of its log."""
     threads = (os.environ | share).get("OMP_NUM_THREADS")
     return f"processes: {ranks}; {f'OMP_NUM_THREADS={threads}' if threads else 'threads as torch has them'}"
 
 
 def train_all(next_run, jobs, ranks=1):
-    """Train what ``next_run`` gives, ``jobs`` runs at a time with ``ranks`` processes each; {directory: exit code}.
+    """Train the runs from ``next_run``, ``jobs`` at a time with ``ranks`` processes. Returns {directory: exit code}.
 
     next_run(busy, codes): the next ``Run``, or None if there is none now; busy: the directories that are being trained,
-    codes: {directory: exit code} of those that ended. The end is reached when it gives None and none is busy.
+    codes: {directory: exit code} of those that ended. Training ends when it returns None and no directory is busy.
     """
     busy, codes, free = {}, {}, shares(jobs, ranks)
     try:
@@ -178,7 +178,7 @@ def train_all(next_run, jobs, ranks=1):
             if not busy:
                 return codes
             pid, status = os.wait()
-            if pid not in busy:  # as process 1 of a container gets what runs left behind
+            if pid not in busy:  # process 1 of a container inherits the orphans of runs
                 continue
             process, run, share, before = busy.pop(pid)
             free.append(share)
@@ -204,7 +204,7 @@ def exit_code(codes):
 
 
 def start(run, ranks, share):
-    """The process that trains one run, with its ``share`` of the machine; what it says follows its flags in its log."""
+    """Start the process of one run with its ``share`` of the machine. Its output follows its flags in its log."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", "moh_lm.pretrain"]
     if ranks > 1:

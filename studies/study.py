@@ -27,5 +27,5 @@ def parse_arguments(texts):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through train_all, which tells its runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends train_all, which stops its runs
     sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,14 @@
-"""What the study compares: the arms of docs/study.md, one line each, and the sizes at which they are trained.
+"""The arms that the study compares (docs/study.md), one line each, and the sizes at which they are trained.
 
 Every arm has the key/value heads of its size, so that arms differ by their query heads, by gates and by choice. With
-four query heads to a key/value head, half of a group may hold a shared head and a chosen one. The three ``mha`` arms
-have a key/value head for every head, which heads that keep their own tokens need in order to keep fewer.
+four query heads per key/value head, half of a group may consist of a shared head and a chosen one. The three ``mha``
+arms have a key/value head for every head: heads that keep only their own tokens save memory only in this case.
 """
 
 from studies.atlas_forms import BIAS, COMMON, GATED, PAPER, RELEASED, SIGMOID
 from studies.table import Size, Table, Variant
 
-# Five tokens for each parameter outside the embeddings. The rates are in proportion to 1 / width.
+# There are five tokens per parameter outside the embeddings. The rates are in proportion to 1 / width.
 SIZES = (
     Size("s2", 8, 2e-3, 1.425, "--num-layers 3 --hidden-size 96 --head-dim 16 --num-key-value-heads 2 "
          "--intermediate-size 256 --batch-tokens 2K --micro-batch-size 8"),
@@ -22,9 +22,9 @@ GROUPS = f"{SIGMOID} --routing-unit head_in_group"
 MHA = "--num-key-value-heads {all}"
 OWN_KEYS = f"{SIGMOID} {MHA} --routed-keys selected"
 HALF, MOST, QUARTER = (f"--num-attention-heads {{{share}}}" for share in ("half", "three_quarters", "quarter"))
-VARIANTS = (  # heads always on, and chosen for each token, in eighths
+VARIANTS = (  # heads that are always on, and heads chosen for each token, in eighths
     Variant("dense", None),
-    Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model that has half of the query heads
+    Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model with half of the query heads
     Variant("sigmoid-50", 2, 2, SIGMOID),
     Variant("groups-50", 0, 4, GROUPS),
     Variant("dense-half", None, tier=2, tokens=0.5),
@@ -66,4 +66,4 @@ QUESTIONS = (
     ("mha_own_keys-50", "dense", "the same, or keys and values that four heads share"),
     ("mha_own_places-50", "mha_own_keys-50", "positions counted inside the head's own tokens"),
 )
-TABLE = Table(VARIANTS, SIZES, [*COMMON, "--qk-norm"], 25_000_000, QUESTIONS)  # dense-double of m2 reads so many tokens
+TABLE = Table(VARIANTS, SIZES, [*COMMON, "--qk-norm"], 25_000_000, QUESTIONS)  # as many as dense-double of m2 reads

@@ -1,4 +1,4 @@
-"""Tables of runs that compare variants of a model: what they hold, and the flags of the commands that train them.
+"""Tables of runs that compare variants of a model: their content, and the flags of the commands that train them.
 
 ablation.py, atlas.py and study.py each have a table, which comparison.py trains.
 """
@@ -18,18 +18,18 @@ from moh_lm.flags import make_parser, parse_flags
 from moh_lm.units import above_0, at_least
 
 FLAGS = "All flags of python -m moh_lm.pretrain are accepted too, and override those of the table."  # the end of --help
-TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
-SEEDS = (1, 2, 3)  # of every variant, before a variant has more
+TUNING_SEED = 0  # it chooses learning rates, so it takes no part in the comparison
+SEEDS = (1, 2, 3)  # every variant has these before one gets more
 
 
 @dataclass(frozen=True)
 class Variant:
     """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention.
 
-    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. flags: {quarter},
+    Eighths need not be whole: over all layers, the numbers are as near to them as whole heads allow. flags: {quarter},
     {half}, {three_quarters} and {all} are that number of heads. table: the name by which ``--variants`` chooses it with
-    its neighbours; those without one are trained if none is chosen. tier: which comparisons come first. tokens: times
-    those of the others.
+    its neighbours; those without one are trained if none is chosen. tier: lower tiers are compared first. tokens: a
+    multiple of the others' tokens.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Variant:
 
     @property
     def form(self):
-        """Variants of one form share the learning rate that the first of them is tuned to: here the lengths of one."""
+        """The form, whose variants share the learning rate tuned for the first: here one variant at several lengths."""
         return self.name if self.tokens == 1 else self.name.rpartition("-")[0]
 
     def arguments(self, heads, layers=1):
-        """Its flags with ``heads`` attention heads. layers: their number; one is enough where eighths are whole."""
+        """Return its flags with ``heads`` attention heads. layers: their number; one suffices if eighths are whole."""
         if self.shared is None:
             budget = ["--head-selection", "all"]
         else:
@@ -59,18 +59,18 @@ class Variant:
 
 
 def spread(mean, layers):
-    """A whole number for each layer, which differ by at most 1; their sum is the nearest to ``mean`` times layers."""
+    """Return a whole number for each layer. They differ by at most 1; their sum is nearest to ``mean`` times layers."""
     ends = [round(round(mean * layers) * layer / layers) for layer in range(layers + 1)]
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def numbers(values):
-    """The values of a flag: one for each layer, or one for all."""
+    """Return the values of a flag: one for each layer, or one for all."""
     return [str(value) for value in (values if len(set(values)) > 1 else values[:1])]
 
 
 class Size(NamedTuple):
-    """rate: the learning rate that factors multiply. tokens: of a run for each parameter of the first variant, if
+    """rate: the learning rate that factors multiply. tokens: tokens of a run per parameter of the first variant, if
     ``iterations`` are not given. layers: see ``Variant.arguments``."""
 
     name: str
@@ -83,8 +83,8 @@ class Size(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Every variant is compared at every size with the first one. common: flags of all. enough_tokens: of text; with
-    less, the command says so. questions: (variant, against, the question) of the report."""
+    """Every variant is compared at every size with the first one. common: flags of all. enough_tokens: with less text,
+    the command prints a note. questions: (variant, against, the question) of the report."""
 
     variants: tuple
     sizes: tuple
@@ -106,12 +106,12 @@ def add_flags(parser):
 
 
 def factor(text):
-    """A factor of the learning rate, rounded to the six digits that the name of a run's directory has."""
+    """Read a factor of the learning rate, rounded to the six digits in the name of a run's directory."""
     return float(f"{above_0(text):g}")
 
 
 def add_comparison_flags(parser, variants, rates, seeds=SEEDS):
-    """Add the flags of a comparison. rates: the factors that are tried for each form. seeds: the usual ones."""
+    """Add the flags of a comparison. rates: the factors tried for each form. seeds: the default ones."""
     add_flags(parser)
     tables = sorted({variant.table for variant in variants} - {""})
     names = [variant.name for variant in variants]
@@ -127,7 +127,7 @@ def add_comparison_flags(parser, variants, rates, seeds=SEEDS):
         "limit)")  # fmt: skip
     add("--plan", action="store_true", help="show what would be trained and exit")
     add("--times", type=at_least(1), metavar="ROUNDS", help="instead of training, measure the seconds of "
-        "a step of each variant, by turns, in so many rounds")  # fmt: skip
+        "a step of each variant in turns, in this many rounds")  # fmt: skip
 
 
 def parse_sized(program, description, table, texts, rates, seeds=SEEDS, sizes=None):
@@ -168,7 +168,7 @@ def read_flags(parser, texts, program, instead):
     else:
         try:
             known = parse_flags(make_parser(), flags.others)
-            given |= {*map(flag, known.values), *(["--preset"] if known.preset else [])}  # of a file of --config too
+            given |= {*map(flag, known.values), *(["--preset"] if known.preset else [])}  # also in a file of --config
             for name in ("eval_interval", "eval_samples", "validation_fraction"):
                 if known.values.get(name) == 0:
                     problems.append(f"{flag(name)} 0: runs are compared by their held-out text; leave it out")
@@ -185,7 +185,7 @@ def read_flags(parser, texts, program, instead):
 
 
 def from_here(texts):
-    """``texts`` with absolute paths of files: runs have the root of the checkout as their folder."""
+    """Return ``texts`` with absolute paths of files, because runs start in the root of the checkout."""
     names, found = ("--config", "--eval-tasks"), []
     for before, text in pairwise(["", *texts]):
         name, separator, value = text.partition("=")

@@ -1,5 +1,5 @@
-"""Seconds of a training step, from short runs on this machine: of all variants by turns for ``--times ROUNDS``, and of
-the dense model for ``--hours``.
+"""Measures the seconds of a training step by short runs on this machine: all variants in turns for ``--times ROUNDS``,
+and the dense model for ``--hours``.
 
 A round trains a few steps of each variant, one after the other, so that a machine that is slower for a while is slower
 for all of them. OUT/times/MACHINE/SIZE/VARIANT/round-N has the files of one of these runs.
@@ -17,15 +17,15 @@ from studies.results import metrics
 from studies.runs import Run, as_flags, differs, jobs_of, place, shares, train_all
 
 STEPS, INTERVAL = 40, 4
-WARM = 4  # intervals at the start that do not count: caches fill, and --compile compiles
-SHORT = {  # in place of flags that are for longer runs
+WARM = 4  # first intervals that do not count, in which caches fill and --compile compiles
+SHORT = {  # these replace flags for longer runs
     "train-iters": STEPS, "log-interval": INTERVAL, "eval-interval": 0, "warmup-iters": 1, "schedule": "wsd",
     "decay-iters": 1,
 }  # fmt: skip
 
 
 def measure(plan, sizes, variants, rounds):
-    """Train the short runs that a ``Comparison`` has not got yet. Raises RuntimeError if one fails."""
+    """Train the short runs that a ``Comparison`` still lacks. Raises RuntimeError if one fails."""
     turns = itertools.product(sizes, range(1, rounds + 1), variants)
     runs = [short_run(plan, size, variant, number) for size, number, variant in turns if variant.tokens == 1]
     for run in runs:
@@ -59,7 +59,7 @@ def seconds(directory):
 
 
 def read_times(out, size, reference):
-    """{machine: {variant: [its seconds over those of the ``reference`` in the same round, by round]}}."""
+    """Return {machine: {variant: [its seconds over those of the ``reference`` in the same round, by round]}}."""
     found = {}
     for path in sorted(out.glob(f"times/*/{size}/*/round-*/")):
         own, dense = seconds(path), seconds(path.parents[1] / reference / path.name)

@@ -1,6 +1,7 @@
 """Presets: sizes that follow from one formula, and what a flag beside them changes."""
 
 import pytest
+import torch
 
 from moh_lm import flags
 from moh_lm.checks import config_problems
@@ -36,6 +37,17 @@ def test_flags_beside_a_preset_win_and_the_rest_follows():
     assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_iters) == (1e-2, 1e-3, 4)
     assert config.run.train_iters == 100 and config.run.train_tokens == 100 * config.run.batch_tokens
     assert parse_config(["--preset", "1M"])[0].optimizer.min_learning_rate == 1.5e-4
+
+
+def test_scripts_and_presets_compile_where_there_is_a_gpu(monkeypatch):
+    def compiles(text):
+        return parse_config(text.split())[0].run.compile
+
+    assert not compiles("--preset 1M") and compiles("--preset 1M --device-name H100 --dry-run")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert compiles("--preset 1M") and compiles("--hidden-size 96 --script launch/pretrain_llm_s.sh")
+    for others in ("--hidden-size 96", "--preset 1M --compile false", "--preset 1M --window-strategy entropy"):
+        assert not compiles(others)
 
 
 @pytest.fixture

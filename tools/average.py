@@ -3,7 +3,7 @@
     python tools/average.py RUN --steps 800 900 1000 --output AVERAGE
 
 The command averages the fp32 master weights of these steps, whatever layouts wrote them, and moving averages if there
-are any. AVERAGE/checkpoints/step-1000 has the mean in place of the weights of step 1000. Everything else is that of
+are any. AVERAGE/checkpoints/step-1000 has the mean instead of the weights of step 1000. Everything else is copied from
 step 1000, so every tool reads it, and a run can resume from it.
 
 Exit codes: 0; 2 an argument or a checkpoint has to be fixed, and nothing was written.

@@ -71,8 +71,8 @@ def run(arguments):
 
 
 def steps_below_the_peak(path, optimizer, last):
-    """The steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak, and has been higher:
-    a run that was resumed with a higher peak has not decayed."""
+    """Return the steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak and below an
+    earlier rate. A run that was resumed with a higher peak has not decayed."""
     rows = [row for _, row in complete_rows(path) if optimizer.warmup_iters < row["step"] <= last]
     found, highest = [], 0.0
     for row in (row for row in rows if "learning_rate" in row):

@@ -3,7 +3,7 @@
     python tools/checkpoint.py COMMAND --help
 
 docs/checkpoints.md has an example of each. Where a step is expected, a run directory stands for its newest step. Every
-command but `list` and `show --quick` reads every byte of a checkpoint and compares its hashes first.
+command except `list` and `show --quick` reads every byte of a checkpoint and compares its hashes first.
 
 Exit codes: 0 done, intact or equal; 1 `verify` found damage, or `diff` a difference; 2 an argument or a checkpoint must
 be fixed, or a file could not be written, and then nothing was written.
@@ -24,7 +24,7 @@ from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.units import at_least
 
-POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # in state.json
+POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # entries of state.json
 
 
 def main(texts):

@@ -28,8 +28,8 @@ from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
 from moh_lm.units import at_least
 
 AHEAD = 4  # batches that are read before they are encoded
-FLUSHED = 50  # batches after which the disk has all
-WORDS = {"sha256": "image names", "sampled": "image files", "sizes": "image files"}  # facts in words
+FLUSHED = 50  # batches after which everything is flushed to the disk
+WORDS = {"sha256": "image names", "sampled": "image files", "sizes": "image files"}  # facts as words in messages
 
 
 def main(texts):
@@ -142,8 +142,8 @@ def directory_hash(path):
 
 
 def images_done(output, facts):
-    """How many images an earlier start has encoded; None if all are complete. Raises ConfigError if that start had
-    different inputs or settings, or if other files are in the way."""
+    """Return how many images an earlier start has encoded, None if all. Raises ConfigError if that start had different
+    inputs or settings, or if other files are in the way."""
     import numpy as np
 
     from moh_lm.vision.latents import CHECKSUMS, FACTS, LABELS, LATENTS, PARTIAL, Latents
@@ -160,7 +160,7 @@ def images_done(output, facts):
                 done, has_checksums = found.pop("done", None), found.pop("content", None)
                 if done != 0 and len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
                     raise ValueError(f"{LATENTS} has another number of images")
-                known = ("sampled", "sizes")  # which directories of earlier versions do not have
+                known = ("sampled", "sizes")  # directories of earlier versions lack these
                 found = {**{key: facts[key] for key in known}, **found}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError([f"--output {output}: is damaged ({error}); remove it to encode again"]) from error
@@ -182,7 +182,7 @@ def open_latents(output, facts, vae, done):
 
     if done:
         return np.lib.format.open_memmap(output / LATENTS, mode="r+")
-    write_json(output / PARTIAL, {"done": 0, **facts})  # from here on the directory is this program's
+    write_json(output / PARTIAL, {"done": 0, **facts})  # from here on the directory belongs to this program
     size = facts["image_size"]
     shape = (facts["images"], *encode(vae, np.zeros((1, 3, size, size), np.float32)).shape[1:])
     dtype = {"fp16": np.float16, "fp32": np.float32}[facts["dtype"]]

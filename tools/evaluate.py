@@ -111,7 +111,7 @@ def model_problems(flag, path, arguments):
     if is_export(path) and not arguments.trust_code and (files := foreign_code(path)):
         found = f"differs from the code of this installation in {', '.join(files)}, which is not run"
         return [f"{flag} {path}: {found}; export the model again, or read the files and add --trust-code"]
-    table = values.get("learned_positions") or values.get("n_positions")  # the latter of GPT-2 and its like
+    table = values.get("learned_positions") or values.get("n_positions")  # the latter for models like GPT-2
     if max_length and table and max_length > table:
         return [f"--max-length {max_length}: {path} has a table of {table} positions; give at most {table}"]
     if any((path / name).is_file() for name in TOKENIZERS):
@@ -131,7 +131,7 @@ def evaluate(arguments):
     with load_tasks(entries, arguments.data) as (manager, tasks):
         model = load_model(arguments)
         harness = {}
-        for shots in sorted({entry.shots for entry in entries}):  # the harness takes one number for all of its tasks
+        for shots in sorted({entry.shots for entry in entries}):  # the harness accepts one number for all of its tasks
             names = [task for entry in entries if entry.shots == shots for task in entry.tasks]
             try:
                 output = lm_eval.simple_evaluate(
@@ -141,10 +141,10 @@ def evaluate(arguments):
                     fewshot_random_seed=SEED,
                     limit=arguments.limit,
                     log_samples=False,
-                    bootstrap_iters=1000,  # of the perplexity of LAMBADA; errors of accuracies need none
+                    bootstrap_iters=1000,  # for the perplexity of LAMBADA; errors of accuracies need none
                     task_manager=manager,
                 )
-            except AssertionError as error:  # the harness's way to say that an answer does not fit
+            except AssertionError as error:  # the harness raises it if an answer does not fit
                 asked = f"{', '.join(names)}: cannot be asked with sequences of {model.max_length} tokens"
                 remedy = "give a larger --max-length, or choose other --tasks"
                 raise ConfigError([f"{asked} ({str(error) or 'an answer alone is longer'}); {remedy}"]) from error
@@ -218,7 +218,7 @@ def result_in(path, arguments):
         result = parse_json(path.read_text(encoding="utf-8"))
         found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]
         suite, limit = result["suite"], result["limit"]
-        _ = [result[key] for key in ("model", "average", "average_stderr", "max_length")]  # that they are there
+        _ = [result[key] for key in ("model", "average", "average_stderr", "max_length")]  # KeyError if one is missing
         _ = [row[key] for row in result["tasks"] for key in ("column", "value", "stderr")]
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError([f"--compare {path}: is neither a model nor a file of --output"]) from error

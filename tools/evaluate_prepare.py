@@ -74,7 +74,7 @@ def refuse_unscorable(rows):
 
 
 def encoder(path):
-    """(context, continuation) -> their ids, as the harness splits them; EOS stands for an empty context."""
+    """Return a function from (context, continuation) to their ids, split as in the harness. EOS is an empty context."""
     from data_prep.encoding import Tokenizer
 
     tokenizer = Tokenizer(str(path))

@@ -3,12 +3,12 @@
     python tools/evaluate_vision.py RUN_OR_STEP --images DIR_OR_TAR
     python tools/evaluate_vision.py --samples A.npz --reference B.npz --inception FILE
 
-The first form prints top-1 and top-5 accuracy and loss over class folders, as many as the model has classes, in the
-order of their names.
+The first form prints top-1 and top-5 accuracy and loss over class folders. There must be one folder per class of the
+model, in the order of their names.
 
-The second compares two sets of images, each an .npz (arr_0, uint8 [n, H, W, 3]) or a directory of PNGs: FID, KID,
-Inception Score of the samples, precision and recall of Inception's features as in ADM's evaluator, by torch-fidelity.
-sFID is not computed. Numbers depend on n; published ones use 50,000 samples.
+The second form compares two sets of images, each an .npz (arr_0, uint8 [n, H, W, 3]) or a directory of PNGs.
+torch-fidelity computes FID, KID, the Inception Score of the samples, and precision and recall of Inception's features
+as in ADM's evaluator, but not sFID. Numbers depend on n; published ones use 50,000 samples.
 
 Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an image must be fixed.
 """

@@ -64,7 +64,7 @@ def shard_size(text):
 
 
 def run(arguments):
-    """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    """Run the whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
     import torch
 
     from data_prep.output import writable_directory
@@ -95,7 +95,7 @@ def run(arguments):
         checked = check_export(step, config, temporary, tokenizer_of_data(step), stock)
         write_list(temporary)
         size = sum(path.stat().st_size for path in temporary.iterdir())
-        raise_any(output_problems(output, arguments.overwrite))  # somebody may have put something there meanwhile
+        raise_any(output_problems(output, arguments.overwrite))  # another program may have written there meanwhile
         publish(temporary, output)
     print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
     print("\n".join(checked))

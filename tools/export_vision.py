@@ -33,7 +33,7 @@ AUTO_MAP = {
     "AutoConfig": "modeling_moh_vit.MoHViTConfig",
     "AutoModelForImageClassification": "modeling_moh_vit.MoHViTForImageClassification",
 }
-TOLERANCE = 1e-7  # relative to the largest output where that is above 1
+TOLERANCE = 1e-7  # relative to the largest output if that is above 1
 CARDS = {
     True: ("MoH-ViT", "transformers", "image-classification", "AutoModelForImageClassification"),
     False: ("MoH-DiT", "diffusers", "unconditional-image-generation", "DiffusionPipeline"),
@@ -56,7 +56,7 @@ def parse_arguments(texts):
 
 
 def run(arguments):
-    """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    """Run the whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
     import torch
     from transformers.utils import logging
 
@@ -118,7 +118,7 @@ def copy_vae(vae, directory):
 
 
 def settings(config, names):
-    """{name: value} of a model and its heads; routing that knows one stage only says nothing of two."""
+    """Return {name: value} of a model and its heads, without the two-stage setting if the routing has one stage."""
     heads = {name: getattr(config.heads, name) for name in ROUTING}
     if config.heads.routing not in TWO_STAGE:
         del heads["two_stage"]
@@ -126,7 +126,7 @@ def settings(config, names):
 
 
 def without_defaults(path, described):
-    """Take out of a config.json what its class added to the settings of routing that are ``described``."""
+    """Remove from a config.json the routing settings that its class added to those that are ``described``."""
     added = {*ROUTING} - {*described}
     write_json(path, {name: value for name, value in read_json(path).items() if name not in added})
 
@@ -199,7 +199,7 @@ def compare(expected, found):
     from tools.hf.convert.export_files import ExportError
 
     difference, allowed = (expected - found).abs().max().item(), TOLERANCE * max(1, expected.abs().max().item())
-    if not difference <= allowed:  # also if it is not a number
+    if not difference <= allowed:  # true for NaN too
         raise ExportError(f"the export differs from the checkpoint by {difference:.1e}; allowed is {allowed:.1e}")
     return difference
 

@@ -3,8 +3,8 @@
     python tools/fetch_data.py FROM --output DIR [--workers N]
 
 FROM is a directory, or a URL that fsspec reads, such as s3://BUCKET/data (pip install -e '.[remote]'). The manifest is
-written last, so that no run starts with a part of the data. The same command resumes: shards that are complete stay,
-and a file that was cut short is continued.
+written last, so that no run starts with a part of the data. The same command resumes: it keeps complete shards and
+continues files that were cut short.
 
 Exit codes: 0; 1 a file could not be read, or is damaged at FROM; 2 an argument has to be fixed.
 """

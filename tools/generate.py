@@ -7,7 +7,7 @@
 The model is the trainer's own with a key/value cache (moh_lm/inference/generate.py). Text goes to standard output,
 tokens per second to standard error. --json prints an object for each prompt instead.
 
-Exit codes: 0; 2 an argument must be fixed.
+Exit codes: 0; 1 the device failed, or a graph was wrong; 2 an argument must be fixed.
 """
 
 import json
@@ -24,11 +24,11 @@ from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least, integer, share
 
-UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
+UNFINISHED = "\ufffd"  # a character whose bytes are not complete yet
 
 
 def main(texts):
-    return run_command("generate", parse_arguments, run, texts, unheard="ends")
+    return run_command("generate", parse_arguments, run, texts, failures=(RuntimeError,), unheard="ends")
 
 
 def parse_arguments(texts):
@@ -48,6 +48,7 @@ def parse_arguments(texts):
     backends = ("auto", "dense", "loops", "triton")
     add("--attention-backend", default="auto", choices=backends, help="heads that a new token reads: triton: the "
         "selected ones; dense: all; auto: whichever was faster (default: %(default)s)")  # fmt: skip
+    add("--cuda-graph", action="store_true", help="launch all of a step at once, after a comparison; it needs a GPU")
     add("--json", action="store_true", help="print a JSON object for each prompt: prompt, text, tokens")
     arguments = parser.parse_args(texts)
     if not 0 <= arguments.temperature < math.inf:
@@ -72,11 +73,25 @@ def seed(text):
 def run(arguments):
     from tools.hf.convert.trainer_model import load
 
+    if arguments.cuda_graph:
+        use_gpu(arguments)
     model, limit, encoder = load(arguments, arguments.attention_backend)
     tokenizer = encoder.model
     prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
     check_lengths(arguments, prompts, limit)
     write(arguments, model, tokenizer, prompts)
+
+
+def use_gpu(arguments):
+    """Make the GPU the current one, which a graph is captured on. Raises ConfigError if there is none."""
+    import torch
+
+    from moh_lm.cli.devices import usable_device
+
+    name = usable_device(arguments.device)
+    if name == "cpu":
+        raise ConfigError([f"--cuda-graph: needs a CUDA GPU, and --device is {name}; leave it out"])
+    torch.cuda.set_device(torch.device(name).index or 0)
 
 
 def check_lengths(arguments, prompts, limit):
@@ -102,6 +117,7 @@ def write(arguments, model, tokenizer, prompts):
     started, first = time.perf_counter(), None
     settings = (
         arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size(), arguments.attention_backend,
+        arguments.cuda_graph,
     )  # fmt: skip
     for tokens in generate(model, prompts, arguments.max_new_tokens, tokenizer.eos_id(), *settings):
         first = first or time.perf_counter()
@@ -123,7 +139,7 @@ def write(arguments, model, tokenizer, prompts):
         elif not stream:
             print(f"--- {prompt}{text}")
     read, made = sum(map(len, prompts)), sum(map(len, new))
-    later = made - sum(map(bool, new))  # the first ones come out of the prompts
+    later = made - sum(map(bool, new))  # the first new tokens come from the prompts
     rate = f", then {later} in {done - first:.2f} s: {later / (done - first):.1f} tokens/s" if later else ""
     print(f"read {read} tokens in {first - started:.2f} s{rate}", file=sys.stderr)
 

@@ -5,8 +5,8 @@ step.
     python tools/head_report_images.py RUN_OR_STEP --images DIR --classes 1 7 3 --number 500 --weights master
 
 DIR holds held-out images, or latents for a MoH-DiT, like --validation-dir in training. --output receives heads.json,
-with all numbers, and heads.png. A table shows for each layer how many routed heads there are, the entropy of their
-load, the least and the most used head, and by how much classes differ; tools/heads/image_report.py has the formulas.
+with all numbers, and heads.png. A table shows for each layer the number of routed heads, the entropy of their load, the
+least and the most used head, and how much classes differ; tools/heads/image_report.py has the formulas.
 
 Exit codes: 0; 1 an image is damaged, or a file cannot be written; 2 an argument must be fixed.
 """
@@ -68,7 +68,7 @@ def run(arguments):
     report = {"model": str(arguments.model), "source": str(arguments.images), **report}
     publish_own(arguments.output, {"heads.json": json.dumps(report, default=plain).encode() + b"\n"})
     print(table(report))
-    from tools.heads.images import picture  # which needs matplotlib: the numbers come first
+    from tools.heads.images import picture  # needs matplotlib, so the numbers come first
 
     publish_own(arguments.output, {"heads.png": picture(report)})
     print(f"{report['images']} images of {len(classes)} classes; all numbers: {arguments.output / 'heads.json'}")

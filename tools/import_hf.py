@@ -8,7 +8,7 @@
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
 
-RUN gets checkpoints/step-0 (tools/hf/convert/import_step.py). docs/continue.md goes through the whole way.
+RUN gets checkpoints/step-0 (tools/hf/convert/import_step.py). docs/continue.md explains every step.
 
 Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be fixed, or a file could
 not be written, and nothing is there under the final name.
@@ -71,19 +71,19 @@ def parse_arguments(texts):
 
 
 def model_path(text):
-    """The path in ``text``: absolute if it is written as that of a directory, which then is no name on the hub."""
+    """Return the path in ``text``, absolute if it is written as a directory, so that it is not a name on the hub."""
     is_directory = text.startswith(".") or (text.endswith("/") and not text.startswith("hf://"))
     return Path(text).absolute() if is_directory and not Path(text).exists() else Path(text)
 
 
 def run(arguments):
-    """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    """Run the whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
     from tools.hf.convert.gguf_source import hugging_face_form
     from tools.hf.convert.hub import model_directory
     from tools.hf.convert.import_step import output_problems
 
     raise_any(output_problems(arguments.output))
-    named = arguments.model.name.strip(".")  # . and .. are none
+    named = arguments.model.name.strip(".")  # . and .. are not names
     name = str(arguments.model if named else arguments.model.resolve())
     given = model_directory(arguments.model)
     with hugging_face_form(given, arguments.output) as arguments.model:
@@ -91,7 +91,7 @@ def run(arguments):
 
 
 def import_model(arguments, name, given):
-    """Import the directory ``arguments.model``, which messages call ``name``. given: itself, or its GGUF file."""
+    """Import the directory ``arguments.model``, called ``name`` in messages. given: the directory, or its GGUF file."""
     from tqdm import tqdm
 
     from tools.heads.calibration import calibrate
@@ -174,10 +174,10 @@ def import_model(arguments, name, given):
 
 
 def next_command(run, model, length):
-    """A command that trains the import, with settings that fit its size. length: of its longest sequence.
+    """Return a command that trains the import, with settings for its size. length: tokens of its longest sequence.
 
-    They are those of the paper's MoH-LLaMA3-8B, carried over to other sizes: a rate of 2e-5 at width 4096 that is
-    larger in narrower models, batches of 16M tokens that shrink with the parameters, 12.5 tokens for each of these.
+    The settings are those of the paper's MoH-LLaMA3-8B, scaled to other sizes: a rate of 2e-5 at width 4096 that is
+    larger in narrower models, batches of 16M tokens that shrink with the parameters, and 12.5 tokens per parameter.
     """
     from moh_lm.cost.memory import parameter_counts
 
@@ -201,7 +201,7 @@ def describe_vocabulary(old, new, num_spelled):
 
 
 def say_plan(config, source, parts, facts, sample, tokenizer):
-    """Print the model, where its parameters come from, and sizes. sample: what heads were ranked on, or why not."""
+    """Print the model, the sources of its parameters, and sizes. sample: what ranked the heads, or why nothing did."""
     from moh_lm.cost.summary import describe_model
 
     print("\n".join(describe_model(config)))

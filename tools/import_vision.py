@@ -50,7 +50,7 @@ def parse_arguments(texts):
 
 
 def run(arguments):
-    """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    """Run the whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
     import torch
     from tqdm import tqdm
 

@@ -75,7 +75,7 @@ def run(arguments):
 
 
 def inspect(arguments, config):
-    """(results by kind, sentences for damage). Raises ConfigError and ShardError."""
+    """Return (results by kind, sentences for damage). Raises ConfigError and ShardError."""
     from tools.shards import samples
     from tools.shards.directory import open_directory, summarize, verify
 
@@ -89,7 +89,7 @@ def inspect(arguments, config):
         return {"samples": read}, []
     sources, problems = open_directory(arguments.directory)
     if arguments.document and problems:
-        return {}, problems  # a number would be that of another document
+        return {}, problems  # numbers of documents would be wrong
     if arguments.document:
         decode = samples.decoder(arguments)
         return {"documents": [samples.read_document(sources, text, decode) for text in arguments.document]}, problems

@@ -3,17 +3,17 @@
     python tools/plan.py --gpus 64 [--gpu-memory 80 --gpu-tflops 989 ...] [flags of moh_lm.pretrain] [--json]
 
 For every legal combination of tensor, pipeline, context and data parallelism, ZeRO stage and recomputation, with
-micro-batches of 1, 2, 4, ... 64 sequences, it takes the memory of the fullest rank (moh_lm/cost/memory.py) and
-estimates the seconds of a step:
+micro-batches of 1, 2, 4, ... 64 sequences, it estimates the memory of the fullest rank (moh_lm/cost/memory.py) and the
+seconds of a step:
 
     compute    the micro-batches on the slowest stage at --efficiency of the peak, but none faster than the host starts
-               the kernels of its layers (moh_lm/cost/time.py); a third more with recomputation
+               the kernels of its layers (moh_lm/cost/time.py); a third longer with recomputation
     bubble     the pp - 1 micro-batches during which a stage waits
     tensor     gathers and scatters of activations: eight per layer, twelve with recomputation
     context    queries, keys, values and outputs of attention, exchanged and back; again with recomputation
     data       gradients summed in fp32 and weights gathered, once per step; under ZeRO-2 the sums, and under ZeRO-3 the
                gathers too, once per micro-batch
-    muon       its iterations, spread over the data-parallel ranks, and the momenta and updates sent
+    muon       its iterations, divided among the data-parallel ranks, and the momenta and updates sent
     pipeline   activations and their gradients between stages
 
 Nothing is assumed to overlap. The times rank layouts; they do not promise a speed. Units: GiB, GB/s per GPU, 1e12
@@ -38,7 +38,7 @@ from moh_lm.flags import add_config_flags, config_of, parse_flags
 from moh_lm.units import above_0, at_least, share, short, wrapped
 
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
+USABLE = 0.92  # share of a GPU's memory; the CUDA context, fragmentation and communication buffers need the rest
 DAY = 24 * 3600
 
 
@@ -82,7 +82,7 @@ def run(machine):
 
 
 def rank_layouts(config, machine):
-    """Plans of all legal layouts, those that fit first, the fastest first; raises ConfigError if no layout is legal."""
+    """Return plans of all legal layouts: those that fit first, then by speed. Raises ConfigError if there is none."""
     from moh_lm.checks.layout import layout_problems
 
     plans = [make_plan(variant, machine) for variant in legal_variants(config, machine)]
@@ -93,7 +93,7 @@ def rank_layouts(config, machine):
 
 
 def legal_variants(config, machine):
-    """``config`` in every layout that the trainer accepts on the machine's GPUs."""
+    """Yield ``config`` in every layout that the trainer accepts on the machine's GPUs."""
     from moh_lm.checks.layout import layout_problems
     from moh_lm.checks.run import frozen_problems, split_problems
 
@@ -114,7 +114,7 @@ def legal_variants(config, machine):
 
 
 def with_degrees(config, degrees, given):
-    """``config`` with these degrees, and with heads from --head-budget that its ranks can split evenly.
+    """Return ``config`` with these degrees, and with heads from --head-budget that its ranks can split evenly.
 
     given: {field: value} of the flags.
     """
@@ -124,7 +124,7 @@ def with_degrees(config, degrees, given):
 
 
 def make_plan(config, machine):
-    """The estimates for one layout."""
+    """Return the estimates for one layout."""
     from moh_lm.cost.flops import flops_per_token
     from moh_lm.cost.memory import memory_estimate
     from moh_lm.cost.time import step_seconds

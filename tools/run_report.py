@@ -43,7 +43,7 @@ def parse_arguments(texts):
 def run(arguments):
     from moh_lm.monitor.report.page import write_page
 
-    gc.disable()  # a fifth of the time, to find nothing: rows and pictures stay until the page is written
+    gc.disable()  # it takes a fifth of the time in vain: rows and pictures stay until the page is written
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
     kind, *others = map(kind_of_run, arguments.runs)
     for run, other in zip(arguments.runs[1:], others, strict=True):

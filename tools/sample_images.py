@@ -4,8 +4,8 @@
     python tools/sample_images.py RUN_OR_STEP --vae DIR --output grid.png    latents, by an AutoencoderKL of diffusers
     python tools/sample_images.py RUN_OR_STEP --number 50000 --npz samples.npz     arr_0, uint8 [n, H, W, c], as ADM's
 
-Image n has the n-th of the given classes, which repeat. It depends on --seed and n alone, whatever the batch, so that
-several processes can each draw a part, starting at --first.
+Image n has the n-th of the given classes, which repeat. It depends only on --seed and n, not on the batch, so several
+processes can each draw a part, starting at --first.
 
 Exit codes: 0; 2 an argument or the checkpoint must be fixed.
 """

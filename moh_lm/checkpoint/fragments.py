@@ -8,8 +8,8 @@ counts of a router's bias are int32. The metadata key ``fragments`` is JSON, NAM
     partition      which slices of it the writer's tensor-parallel shard was (``Partition``), or null
     start, length  of the range in that shard, flattened
 
-The metadata key ``zero``, a JSON list, names what is zero and left out: kinds (an imported model has no moments yet),
-or ``KIND/NAME`` (Muon has no second moment, a frozen weight none).
+The metadata key ``zero``, a JSON list, names what is left out because it is zero: kinds (an imported model has no
+moments yet), or ``KIND/NAME`` (Muon has no second moment, a frozen weight has no moments).
 
 A reader may have any other layout: it asks for a range of its own shard, whichever files hold it.
 """
@@ -116,7 +116,7 @@ class FragmentReader:
         names = [name for name in read_entries(Path(step)) if name.startswith("rank-")]
         for path in (Path(step) / name for name in sorted(names)):
             try:
-                open(path, "rb").close()  # safe_open calls every file that it cannot open absent
+                open(path, "rb").close()  # safe_open calls any file absent that it cannot open
                 file = safe_open(path, "pt")
                 self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
                 self.zero |= set(parse_json(file.metadata().get("zero", "[]")))

@@ -28,7 +28,7 @@ class HashedFile:
 
     def __init__(self, path):
         self.path = path
-        self.hashes = []  # of the blocks
+        self.hashes = []  # one for each block
         self.size = 0
 
     def __enter__(self):

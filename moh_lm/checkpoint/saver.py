@@ -39,7 +39,7 @@ from moh_lm.data.files import flush
 from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.consensus import all_ranks_or_raise, from_all_ranks, on_rank_zero, problems_of_all_ranks
 
-FILE_OVERHEAD = 1 << 20  # bytes that a rank's files may take besides its tensors and the tokenizer, generously
+FILE_OVERHEAD = 1 << 20  # generous limit for a rank's bytes besides its tensors and the tokenizer
 
 
 class CheckpointError(Exception):
@@ -146,7 +146,7 @@ class Saver:
         """Write the manifest, rename, update ``latest`` and remove old steps. Returns problems. Rank 0 only."""
         try:
             write_manifest(temporary, entries)
-            if os.path.lexists(final):  # put there by somebody else
+            if os.path.lexists(final):  # written by another program
                 set_aside(final)
             temporary.rename(final)
             flush(final.parent)
@@ -182,7 +182,7 @@ class Saver:
             if free < need:
                 return [
                     f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
-                    "make room, or keep fewer steps by --keep-last, and start the same command again"
+                    "make room, or keep fewer steps with --keep-last, and run the same command again"
                 ]
             temporary.mkdir(parents=True)
         except OSError as error:
@@ -205,7 +205,7 @@ class Saver:
         return f"the last checkpoint is {steps[0]}" if steps else "there is no checkpoint"
 
     def close(self):
-        """Wait until all writing and removing has finished."""
+        """Wait until all writing and removing have finished."""
         self.finish()
         if self.removal is not None:
             self.removal.join()
@@ -226,7 +226,7 @@ def not_finite(step, fragments):
 def are_finite(tensors):
     """Return whether each of ``tensors`` is finite, bool [tensors], on the device of the first one. Other tensors may
     be elsewhere: frozen or offloaded ones are in CPU memory."""
-    bounds = [torch.stack(tensor.detach().aminmax()) for tensor in tensors]  # NaN comes through
+    bounds = [torch.stack(tensor.detach().aminmax()) for tensor in tensors]  # NaN propagates
     return torch.stack([pair.to(bounds[0].device) for pair in bounds]).isfinite().all(1)
 
 
@@ -239,8 +239,8 @@ def needed_bytes(fragments, tokenizer):
 
 
 def check_space(directory, fragments, tokenizer):
-    """Raise ConfigError unless every rank can write there and there is room for two more checkpoints, or for one beside
-    one that exists."""
+    """Raise ConfigError unless every rank can write there and there is room for two more checkpoints, or for one more
+    if one exists."""
     need = needed_bytes(fragments, tokenizer)
     steps, free = on_rank_zero(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays

@@ -16,7 +16,7 @@ class Writing(threading.Thread):
     """Writes one rank's files of a step. Afterwards it has ``entries`` for the manifest, or ``problems``."""
 
     def __init__(self, directory, *work):
-        super().__init__(target=self.write, args=work, daemon=True)  # a run that dies does not wait for half a step
+        super().__init__(target=self.write, args=work, daemon=True)  # a dying run does not wait for an unfinished step
         self.directory = directory
         self.entries, self.problems = {}, []
         self.start()

@@ -12,7 +12,7 @@ __all__ = ["config_problems", "plan_warnings"]
 
 
 def config_problems(config, world_size):
-    """Sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
+    """Return sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
     return [
         *model.model_problems(config.model),
         *attention.table_problems(config),

@@ -1,4 +1,4 @@
-"""What is wrong with the numbers and widths of heads, with latent attention, and with positions."""
+"""Checks the numbers and widths of heads, latent attention, and positions."""
 
 import math
 from dataclasses import fields
@@ -14,9 +14,9 @@ OF_POSITION = {  # setting -> its kind of positions
 
 
 def length_problems(model):
-    """The first setting with a number or a name for each layer that has another number of them than there are layers.
+    """Check that settings with an entry for each layer have as many entries as there are layers.
 
-    Those after it follow from it, or are seen next.
+    Only the first wrong one is reported, because the others may follow from it.
     """
     budgets = BUDGETS if model.heads.head_selection != "all" else ()
     values = {**vars(model), **vars(model.heads)}
@@ -28,7 +28,7 @@ def length_problems(model):
 
 
 def head_count_problems(model):
-    """Query heads and key/value heads of each layer."""
+    """Check the query heads and key/value heads of each layer."""
     found = [
         f"{flag(key)} {value}: must be 1 or above"
         for key in OF_LAYERS
@@ -54,7 +54,7 @@ def head_count_problems(model):
 
 
 def latent_problems(model):
-    """What latent attention needs, or contradicts."""
+    """Check what latent attention needs or contradicts."""
     given, sizes = "--attention latent", ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
     if model.attention == "heads":
         return [
@@ -76,7 +76,7 @@ def latent_problems(model):
 
 
 def width_problems(model):
-    """Heads of several widths, and what has no meaning with them."""
+    """Check heads of several widths, and settings that have no meaning with them."""
     widths, given = model.head_dims, "--head-dims"
     if not widths:
         return []
@@ -84,7 +84,7 @@ def width_problems(model):
         heads = " ".join(map(str, model.head_counts))
         return [f"{given} has {len(widths)} numbers: give one for each of --num-attention-heads {heads}"]
     found = [
-        f"{given} {width}: the first {turned} of its features would rotate, in pairs; choose an even number, 2 or above"
+        f"{given} {width}: the first {turned} of its features rotate in pairs; choose an even number, 2 or above"
         for width in sorted({*widths})
         if "rotary" in model.position and 0 < model.rotary_fraction <= 1
         if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2
@@ -101,7 +101,7 @@ def width_problems(model):
 
 
 def element_gate_problems(model):
-    """What gates of features contradict."""
+    """Check what gates of features contradict."""
     others = (
         ("--head-selection", model.heads.head_selection, "all", "all heads are always on"),
         ("--attention", model.attention, "heads", "latent attention has no such gates"),
@@ -116,7 +116,7 @@ def refusals(given, others):
 
 
 def position_problems(model):
-    """The kinds of positions, and what each of them needs; settings of a kind that no layer has say nothing."""
+    """Check the kinds of positions and what each of them needs. Settings of a kind that no layer has are ignored."""
     kinds, known = {*model.position}, {entry.name: entry for entry in fields(model)}
     allowed, given = known["position"].metadata["choices"], f"--position {' '.join(sorted(kinds))}"
     if not kinds <= {*allowed}:
@@ -137,7 +137,7 @@ def position_problems(model):
 
 
 def table_problems(config):
-    """A table of positions must have one for each token of a sequence."""
+    """Check that a table of positions has one for each token of a sequence."""
     rows, length = config.model.learned_positions, config.run.seq_length
     if rows is None or rows < 1 or rows >= length or "learned" not in config.model.position:
         return []
@@ -145,7 +145,7 @@ def table_problems(config):
 
 
 def rope_problems(model):
-    """The scaling of rotary embeddings: each type needs its own flags, and has no use for the others."""
+    """Check the scaling of rotary embeddings: each type needs its own flags and has no use for the others."""
     keys = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
     needed = [f"rope_{name}" for name in NEEDS[model.rope_type]]
     found = [

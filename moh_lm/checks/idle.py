@@ -1,14 +1,14 @@
-"""Flags that were given and have no effect. That is said, not refused: a baseline may follow the flags of a mixture."""
+"""Names given flags without effect. They are not refused, because a baseline may reuse the flags of a mixture."""
 
 from dataclasses import fields
 
 from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, HeadsConfig, flag
 
-ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer
+ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # optimizer settings for routers
 
 
 def idle_flags(given, config):
-    """A sentence for each thing that makes no use of flags among those of ``given``, a result of ``parse_flags``."""
+    """Return a sentence for each reason why given flags have no effect. given: the result of ``parse_flags``."""
     idle = {
         "--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else [],
         "a run without --spike-sigmas": [] if config.reliability.spike_sigmas else ["on_spike"],
@@ -20,7 +20,7 @@ def idle_flags(given, config):
 
 
 def idle_of_heads(heads, gated):
-    """gated: whether the mixture was asked for as --head-selection gated."""
+    """gated: whether the mixture was requested as --head-selection gated."""
     selection = "gated" if gated else heads.head_selection
     if selection == "mixture":
         return {

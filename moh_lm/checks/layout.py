@@ -1,4 +1,4 @@
-"""What is wrong with how a model and a batch are spread over processes."""
+"""Checks how a model and a batch are divided among processes."""
 
 import math
 
@@ -10,7 +10,7 @@ DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_s
 
 
 def layout_problems(config, world_size):
-    """The arithmetic of processes and batches; only asked once the numbers by themselves are sound."""
+    """Check the arithmetic of processes and batches, once the numbers themselves are valid."""
     run, parallel = config.run, config.parallel
     found = below(parallel, 1, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     if found or run.seq_length < 1 or run.micro_batch_size < 1:
@@ -28,7 +28,7 @@ def layout_problems(config, world_size):
             f"--batch-tokens {tokens}: not a whole number of sequences of --seq-length {length}; "
             f"choose {' or '.join(nearest)}"
         ]
-    dp = max(1, config.data_parallel_size(world_size))  # of the ranks that there must be at least
+    dp = max(1, config.data_parallel_size(world_size))  # at least the ranks that one copy of the model needs
     chunk = run.micro_batch_size * dp
     if run.global_batch_size % chunk:
         return found + [
@@ -48,7 +48,7 @@ def layout_problems(config, world_size):
 
 
 def rank_problems(parallel, world_size):
-    """A sentence if the ranks cannot be dealt to the degrees of parallelism."""
+    """Check that the degrees of parallelism divide the number of ranks."""
     ranks = parallel.ranks_of_a_sequence()
     if world_size % ranks == 0:
         return []
@@ -57,7 +57,7 @@ def rank_problems(parallel, world_size):
     product, need = (f" = {ranks}", "need") if len(degrees) > 1 else ("", "needs")
     return [
         f"{given}{product}: {need} a multiple of {ranks} processes, and {world_size} "
-        f"{'was' if world_size == 1 else 'were'} started; start {ranks}, as by torchrun --nproc-per-node {ranks}, or "
+        f"{'was' if world_size == 1 else 'were'} started; start {ranks}, as with torchrun --nproc-per-node {ranks}, or "
         "choose smaller degrees"
     ]
 
@@ -73,7 +73,7 @@ def pipeline_problems(config):
             f"choose --zero-stage 1, or --pipeline-parallel-size 1"
         )
     if parallel.offload_optimizer:
-        found.append("--offload-optimizer: not together with a pipeline; choose --pipeline-parallel-size 1")
+        found.append("--offload-optimizer: does not work with a pipeline; choose --pipeline-parallel-size 1")
     if pp > config.model.num_layers:
         found.append(
             f"--pipeline-parallel-size {pp}: there are more stages than decoder layers; choose at most "
@@ -83,7 +83,7 @@ def pipeline_problems(config):
 
 
 def context_problems(model, tp, cp):
-    """Ranks that share a sequence make the scores of as many heads that are always on, and of as many others."""
+    """Check that each rank that shares a sequence computes the same number of always-on heads and of other heads."""
     if cp == 1 or model_problems(model):
         return []
     found = []
@@ -101,14 +101,14 @@ def context_problems(model, tp, cp):
 
 
 def tensor_problems(model, tp):
-    """Every tensor-parallel rank holds the same number of shared (or static) and of other heads, in whole KV groups
-    unless there are fewer groups than ranks."""
+    """Check that every tensor-parallel rank holds the same number of shared (or static) and of other heads, in whole KV
+    groups unless there are fewer groups than ranks."""
     if tp == 1 or model_problems(model):
         return []
     shared_by = model.queries_per_key
     found = []
     if model.intermediate_size % tp:
-        found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
+        found.append(f"--intermediate-size {model.intermediate_size}: not divisible by --tensor-parallel-size {tp}")
     for layer in range(model.num_layers):
         of, leading = model.of_layer(layer), model.always_on_heads(layer)
         heads, keys, step = of.num_attention_heads, of.num_key_value_heads, tp * shared_by
@@ -129,8 +129,8 @@ def tensor_problems(model, tp):
 
 
 def group_problems(model, ranks, given):
-    """Every rank holds whole key/value groups, in each of which heads compete. ranks: that share the heads of a layer.
-    given: the flags that say so."""
+    """Check that ranks hold whole key/value groups, inside which heads compete. ranks: number of ranks that share the
+    heads of a layer. given: the flags that require it."""
     keys = {model.of_layer(layer).num_key_value_heads for layer in range(model.num_layers)}
     if not any(number % ranks for number in keys):
         return []

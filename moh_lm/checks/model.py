@@ -1,4 +1,4 @@
-"""What is wrong with the sizes of a model, its positions, its windows and its heads."""
+"""Checks the sizes of a model, its positions, its windows and its heads."""
 
 import math
 
@@ -73,7 +73,7 @@ def model_problems(model):
 
 
 def form_problems(heads, post_norm=False):
-    """What the form of routing of a mixture refuses, with its reason."""
+    """Check the settings that a mixture's routing form refuses, and give the reason."""
     given, reasons = f"--routing {heads.routing}", REFUSED.get(heads.routing, {})
     found = [
         f"{flag(key)} {getattr(heads, key):g}: {given} {reasons[key]}; leave it out, or choose another --routing"
@@ -90,10 +90,10 @@ def form_problems(heads, post_norm=False):
 
 
 def group_problems(model):
-    """What heads that are chosen inside their key/value groups contradict."""
+    """Check what contradicts choosing heads inside their key/value groups."""
     if not model.chooses_in_groups:
         return []
-    given, heads, fixed = "--routing-unit head_in_group", model.heads, "every token uses as many heads of each group"
+    given, heads, fixed = "--routing-unit head_in_group", model.heads, "each group has equally many active heads"
     found = attention.refusals(
         given,
         (
@@ -111,7 +111,7 @@ def group_problems(model):
 
 
 def warmup_problems(model):
-    """A dense warm-up must end with gates near those that it had: 1."""
+    """Check that the gates after a dense warm-up begin near 1, their value during it."""
     iterations, heads = model.heads.dense_warmup_iters, model.heads
     found = below(heads, 0, "dense_warmup_iters")
     if iterations <= 0 or found or gates_of_one(model):
@@ -132,7 +132,7 @@ def top_p_problems(heads):
         return [f"--routing-top-p {top_p:g}: probabilities in {heads.routing_dtype} do not add up; leave one flag out"]
     if heads.router_gumbel_noise > 0:
         given = f"--routing-top-p {top_p:g}"
-        return [f"{given}: with --router-gumbel-noise fewer heads add up to it in training only; leave one flag out"]
+        return [f"{given}: in training, fewer heads add up to it with --router-gumbel-noise; leave one flag out"]
     reason = REFUSED.get(heads.routing, {}).get("routing_top_p")
     if reason:
         return [
@@ -143,7 +143,7 @@ def top_p_problems(heads):
 
 
 def spread_problems(model):
-    """--head-budget and its slope: shares between none and all of the heads, and those that the layers have."""
+    """Check that --head-budget and its slope give shares between 0 and 1 that match the heads of the layers."""
     rate, slope = model.heads.head_budget, model.heads.head_budget_slope
     if rate is None:
         advice = "needs --head-budget, such as 0.75, which a later --num-active-routed-heads replaces"
@@ -191,7 +191,7 @@ def bias_problems(model):
     given = f"--load-balance-bias-rate {heads.load_balance_bias_rate:g}"
     if heads.routing_top_p is not None:
         return [
-            f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of what is selected, and a "
+            f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of selected heads, and a "
             "bias changes their order; leave one of them out"
         ]
     if heads.routing_dtype != "fp32":
@@ -205,10 +205,10 @@ def bias_problems(model):
 
 
 def budget_problems(model):
-    """The numbers of shared and routed heads, layer by layer."""
+    """Check the numbers of shared and routed heads, layer by layer."""
     size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
     budgets = zip(model.heads.num_shared_heads, model.heads.num_active_routed_heads, strict=True)
-    first_layer = {}  # of each sentence: the same mistake in every layer is said once
+    first_layer = {}  # {sentence: first layer}, so that a mistake in every layer is reported once
     for layer, (shared, active) in enumerate(budgets):
         heads = model.of_layer(layer).num_attention_heads
         routed = heads - shared
@@ -237,7 +237,7 @@ def budget_problems(model):
 
 
 def unrouted_problems(model):
-    """Routed groups of heads of which every token uses all, in every layer."""
+    """Check that not all routed groups of heads are used by every token, in every layer."""
     if model.heads.head_selection != "mixture" or model.heads.routing_unit != "key_value_group":
         return []
     if any(layer.varies or layer.num_active < layer.num_routed for layer in model.routed_layers()):
@@ -250,14 +250,14 @@ def unrouted_problems(model):
 
 
 def uneven_budget(model, layer):
-    """A sentence if the groups of a layer cannot have equal numbers of shared, and of selected, heads; else None."""
+    """Return a sentence if the groups of a layer cannot have equal numbers of shared and of selected heads, or None."""
     keys, r = model.of_layer(layer).num_key_value_heads, model.queries_per_key
     shared, active = model.heads.num_shared_heads[layer], model.heads.num_active_routed_heads[layer]
     if not (shared % keys or active % keys):
         return None
     near = min(shared // keys, r - 1)
     return (
-        f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit head_in_group has as many "
-        f"in each of {keys} groups; choose multiples of {keys}, such as {near * keys} and "
+        f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit head_in_group has "
+        f"equally many in each of {keys} groups; choose multiples of {keys}, such as {near * keys} and "
         f"{min(max(1, active // keys), r - near) * keys}"
     )

@@ -1,4 +1,4 @@
-"""Plans that can be carried out and that hardly anybody means: each is a warning before the start."""
+"""Warns before the start of plans that are possible but probably not intended."""
 
 import math
 
@@ -6,8 +6,8 @@ from moh_lm.config import flag
 
 REPEATED = 16  # epochs of a source; more than 4 begin to cost, more than these teach little (arXiv 2305.16264)
 HIGH_RATE = 0.01  # AdamW moves a weight by about the rate in a step; weights begin with a standard deviation of 0.02
-UNUSED = 0.1  # share of the rows of the embedding
-UNUSUAL = (  # below and above which a value, unless it is 0, is more likely a slip; and a usual one
+UNUSED = 0.1  # share of unused rows in the embedding
+UNUSUAL = (  # (smallest and largest plausible value, unless it is 0, and a usual one)
     (lambda config: config.optimizer, "weight_decay", 1e-4, 1, "0.1"),
     (lambda config: config.optimizer, "gradient_clipping", 1e-2, 1e3, "1"),
     (lambda config: config.model.heads, "load_balance_coefficient", 1e-6, 1, "0.01"),
@@ -15,7 +15,7 @@ UNUSUAL = (  # below and above which a value, unless it is 0, is more likely a s
 
 
 def plan_warnings(config, dataset):
-    """Sentences for what is unlikely to be meant. dataset: ``Dataset``, or None if there is no data yet."""
+    """Return sentences about settings that are probably mistakes. dataset: ``Dataset``, or None without data."""
     warmup, iterations, rate = config.optimizer.warmup_iters, config.run.train_iters, config.optimizer.learning_rate
     if 2 * warmup > iterations:
         ends = f"ends at {iterations / warmup:.0%} of --learning-rate {rate:g}"
@@ -24,7 +24,7 @@ def plan_warnings(config, dataset):
         yield f"--warmup-iters {warmup}: the run of {iterations} iterations {found}; {choose}"
     if rate > HIGH_RATE:
         yield (
-            f"--learning-rate {rate:g}: is high. AdamW moves a weight by about that in a step, and weights begin with "
+            f"--learning-rate {rate:g}: is high. AdamW moves a weight by about this in a step, and weights begin with "
             f"a standard deviation of 0.02; choose at most {HIGH_RATE:g}"
         )
     for section, key, least, most, choice in UNUSUAL:
@@ -38,7 +38,7 @@ def plan_warnings(config, dataset):
             "selected; choose fewer, or --head-selection gated"
         )
     if config.data.validation_fraction > 0.5:
-        yield f"--validation-fraction {config.data.validation_fraction:g}: less is left to train on than is held out"
+        yield f"--validation-fraction {config.data.validation_fraction:g}: less is left for training than is held out"
     if dataset is None:
         yield f"--data-dir {config.data.data_dir}: does not exist; a run needs it"
         return

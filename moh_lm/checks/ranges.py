@@ -6,7 +6,7 @@ from moh_lm.config import flag
 
 
 def below(section, lowest, *keys):
-    """A sentence for each of ``keys`` whose value is not None, nor a finite number of at least ``lowest``."""
+    """Return a sentence for each of ``keys`` whose value is neither None nor a finite number of at least ``lowest``."""
     values = {key: getattr(section, key) for key in keys}
     return [
         f"{flag(key)} {value:g}: must be {lowest} or above"
@@ -16,7 +16,7 @@ def below(section, lowest, *keys):
 
 
 def between(least, most):
-    """What a number must be, in words."""
+    """Describe the range in which a number must lie."""
     return f"must be {least}" if least == most else f"must be between {least} and {most}"
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with the optimizer, its schedule, the batch, the backend, the reliability and the alarms of a run."""
+"""Checks the optimizer, its schedule, the batch, the backend, the reliability and the alarms of a run."""
 
 import importlib.util
 import math
@@ -43,7 +43,7 @@ def optimizer_problems(optimizer):
 
 
 def split_problems(config):
-    """Blocks of heads have one size and are whole on a rank, and the parts of a matrix that ranks gather have one."""
+    """Check that blocks of heads have one size and are whole on a rank, and that gathered parts have one size."""
     split, tp = config.optimizer.muon_split, config.parallel.tensor_parallel_size
     if config.optimizer.optimizer != "muon":
         return []
@@ -61,7 +61,7 @@ def split_problems(config):
 
 
 def frozen_problems(config):
-    """What --train-only router needs: routers with weights, that do not rest, on one pipeline stage."""
+    """Check what --train-only router needs: active routers with weights, on one pipeline stage."""
     heads, stages = config.model.heads, config.parallel.pipeline_parallel_size
     with_weights = heads.head_selection == "mixture" and not FORMS[heads.routing].reads_queries
     if config.optimizer.train_only == "all" or (with_weights and heads.dense_warmup_iters == 0 and stages == 1):
@@ -73,7 +73,7 @@ def frozen_problems(config):
 
 
 def router_problems(config):
-    """Settings of the weights of routers where these have none."""
+    """Check that settings for router weights are only given if routers have weights."""
     heads, optimizer = config.model.heads, config.optimizer
     if heads.head_selection != "mixture" or not FORMS[heads.routing].reads_queries:
         return []
@@ -85,18 +85,18 @@ def router_problems(config):
 
 
 def schedule_problems(config):
-    """What the numbers of iterations of a run contradict."""
+    """Check that the numbers of iterations of a run agree."""
     iterations, train_iters = config.model.heads.dense_warmup_iters, config.run.train_iters
     if config.model.after(0) != config.model and train_iters is not None and iterations >= train_iters:
         return [
-            f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose less than the "
+            f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose fewer than the "
             f"{train_iters} iterations of the run"
         ]
     return decay_problems(config.optimizer, train_iters)
 
 
 def decay_problems(optimizer, train_iters):
-    """A decay needs the schedule that has one, and room behind the warm-up."""
+    """Check that a decay has a schedule with a decay, and enough iterations after the warm-up."""
     given = f"--decay-iters {optimizer.decay_iters}"
     if optimizer.schedule != "wsd":
         return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
@@ -113,7 +113,7 @@ def decay_problems(optimizer, train_iters):
 
 
 def decay_mix_problems(config):
-    """Another mix needs a decay in which it is read."""
+    """Check that another mix has a decay in which it is read."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
     if not config.data.decay_mix:
         return []
@@ -136,7 +136,7 @@ def run_problems(run):
 
 
 def base_problems(run):
-    """What is wrong with a ``RunBase``, whatever is trained."""
+    """Check a ``RunBase``, whatever is trained."""
     found = below(run, 1, "micro_batch_size", "log_interval") + below(run, 0, "eval_interval", "seed")
     if not run.checkpoint_dir:
         found.append("--checkpoint-dir is missing: give the directory of this run")
@@ -149,7 +149,7 @@ def base_problems(run):
 
 
 def profile_problems(run):
-    """What is wrong with the steps to be traced."""
+    """Check the steps to be traced."""
     try:
         sound = not run.profile or (run.profiled_steps and run.profiled_steps[0] > 0)
     except ValueError:
@@ -162,7 +162,9 @@ def profile_problems(run):
 
 
 def kernel_problems(config):
-    """Kernels asked for that no program here could compile."""
+    """Check that the requested kernels and products can compute this run on this machine."""
+    if config.run.fused_projections and config.parallel.zero_stage == 3:
+        return ["--fused-projections: --zero-stage 3 gathers the weights one by one; choose 2, or leave the flag out"]
     asked = [name for name in ("fused_loss", "fused_router") if getattr(config.run, name)]
     if asked and importlib.util.find_spec("triton") is None:
         return [f"{flag(asked[0])}: the package triton is not installed; install it, or leave the flag out"]
@@ -202,14 +204,14 @@ def fused_router_problems(heads):
 
 
 def backend_problems(config):
-    """Attention backends asked for by name that could not compute this model here."""
+    """Check that a backend requested by name can compute this model on this machine."""
     backend, head_dim = config.run.attention_backend, config.model.query_dim
     if backend in ("auto", "dense") or length_problems(config.model):
         return []
     given = f"--attention-backend {backend}"
     found = []
     if backend == "groups" and not config.model.chooses_in_groups:
-        found.append(f"{given}: needs as many heads of every group; add --routing-unit head_in_group, or choose auto")
+        found.append(f"{given}: needs equally many heads per group; add --routing-unit head_in_group, or choose auto")
     if config.run.compile and backend == "cpu_sparse":
         found.append(f"--compile: does not support {given}, whose shapes vary; choose auto")
     if "cope" in config.model.position:
@@ -232,7 +234,7 @@ def backend_problems(config):
 
 
 def batch_warmup_problems(run):
-    """What is wrong with --batch-warmup."""
+    """Check --batch-warmup."""
     batch = tokens = 0
     with suppress(ValueError):
         batch, tokens = run.first_batches
@@ -246,7 +248,7 @@ def batch_warmup_problems(run):
 
 
 def warmup_problems(config):
-    """What is wrong with --seq-length-warmup."""
+    """Check --seq-length-warmup."""
     given, whole = config.data.seq_length_warmup, config.run.seq_length
     try:
         length, iterations = config.data.length_warmup if given else (1, 1)
@@ -259,7 +261,7 @@ def warmup_problems(config):
 
 
 def window_problems(config):
-    """What the strategies of windows need, or contradict."""
+    """Check what the window strategies need or contradict."""
     run, defaults = config.run, RunConfig()
     if run.window_strategy == "fixed":
         changed = [key for key in ("window_min", "window_max") if getattr(run, key) != getattr(defaults, key)]
@@ -268,7 +270,7 @@ def window_problems(config):
     if run.window_max < run.window_min:
         found.append(f"--window-max {run.window_max}: must be at least --window-min {run.window_min}")
     if run.window_strategy == "sequence" and {*config.model.window} != {config.half_window()}:
-        were = f"the windows are {' '.join(map(str, sorted({*config.model.window})))}, and {config.half_window()} by it"
+        were = f"the windows are {' '.join(map(str, sorted({*config.model.window})))}, not {config.half_window()}"
         found.append(f"{given}: {were}; leave --window out, or resume with the run's --seq-length")
     if run.window_strategy == "entropy" and run.compile:
         found.append(f"{given}: its windows change with every step, and --compile needs fixed ones; leave that out")
@@ -278,7 +280,7 @@ def window_problems(config):
 
 
 def compile_problems(run):
-    """What torch.compile needs."""
+    """Check what torch.compile needs."""
     if not run.compile:
         return []
     if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
@@ -290,7 +292,7 @@ def reliability_problems(reliability):
     found = below(reliability, 0, "save_interval", "keep_last", "keep_every", "max_skipped_steps", "spike_sigmas")
     found += below(reliability, 0, "replica_check_interval") + below(reliability, 2, "spike_window")
     found += below(reliability, 1, "hang_timeout")
-    if reliability.hang_timeout > YEAR:  # timers of the system overflow in centuries
+    if reliability.hang_timeout > YEAR:  # timers of the system overflow after centuries
         found.append(f"--hang-timeout {reliability.hang_timeout}: must be at most {YEAR}, a year; choose 1d or less")
     found += below(reliability, 1, "exit_after")
     if reliability.max_skipped_steps >= reliability.spike_window:
@@ -301,7 +303,7 @@ def reliability_problems(reliability):
     if reliability.absurd_factor != 0 and not 100 <= reliability.absurd_factor < math.inf:
         found.append(
             f"--absurd-factor {reliability.absurd_factor:g}: must be 100 or above, or sound steps would be skipped; "
-            "choose 1e6, or 0 to take any finite step"
+            "choose 1e6, or 0 to accept any finite step"
         )
     if reliability.keep_every and not reliability.keep_last:
         found.append(f"--keep-every {reliability.keep_every}: all checkpoints are kept already; give --keep-last too")

@@ -1,1 +1,1 @@
-"""How every command reads its arguments, and what it does when nobody reads what it says."""
+"""How every command reads its arguments, and what it does when nobody reads its output."""

@@ -1,6 +1,6 @@
-"""How every command begins and ends: its arguments are read, then its work is done, and its exit code says the result.
+"""How every command begins and ends: it reads its arguments, does its work, and reports the result by its exit code.
 
-A command is one file. The functions that do its work import what is slow in their first lines, so that --help and
+A command is one file. The functions that do its work import slow packages in their first lines, so that --help and
 wrong arguments are answered at once.
 """
 
@@ -19,7 +19,7 @@ RESUMES = "stopped; run the same command again to resume"
 
 
 class Failure(Exception):
-    """The work could not be done, for a reason that the message gives in full; no command adds a traceback to it."""
+    """The work could not be done. The message gives the whole reason, and no command adds a traceback."""
 
 
 def run_command(
@@ -28,11 +28,11 @@ def run_command(
 ):  # fmt: skip
     """Run the command ``name`` with the arguments ``texts``, and return its exit code.
 
-    It is what ``work`` returns, or 0; 2 if the user has to fix something; ``code`` after a ``Failure`` or one of
+    The code is what ``work`` returns, or 0; 2 if the user has to fix something; ``code`` after a ``Failure`` or one of
     ``failures``; 130 after Ctrl-C. All but the first also print a line on standard error, which begins with ``name``.
 
-    parse: a function of ``texts``, whose result ``work`` receives. remark: ends the line of a failure. extra: of
-    setup.py, with the packages that the work needs. interrupted: the word for Ctrl-C. unheard: "continues" or "ends"
+    parse: a function of ``texts``, whose result ``work`` receives. remark: ends the line of a failure. extra: the extra
+    of setup.py with the packages that the work needs. interrupted: the word for Ctrl-C. unheard: "continues" or "ends"
     once nobody reads standard output. trains: whether the work starts runs of training.
     """
     open_closed_streams()
@@ -63,21 +63,21 @@ def run_command(
 
 
 def device(text):
-    """A reader of --device; moh_lm/cli/devices.py looks whether there is one."""
+    """Read --device; moh_lm/cli/devices.py checks that the device exists."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise ValueError("write cpu, cuda, or cuda:N")
     return text
 
 
 def output_path(text):
-    """A reader of --output, and of other paths to write. A checkpoint that other files are written into is damaged."""
+    """Read --output or another path to write. Paths inside a checkpoint are refused, since writing would damage it."""
     if step := step_around(text):
-        raise ValueError(f"lies in a checkpoint, {step}; give a path outside of it")
+        raise ValueError(f"lies in a checkpoint, {step}; give a path outside it")
     return Path(text)
 
 
 def reason(error):
-    """The message of an error; of the operating system's the file and what is wrong with it."""
+    """Return the message of an error; for errors of the operating system, the file and what is wrong with it."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror.lower()}" if error.filename else error.strerror.lower()

@@ -1,7 +1,7 @@
 """The commands that ``pip install`` makes: moh-export-hf is tools/export_hf.py, moh-tokenize is data_prep/tokenize.py.
 
-An installed package holds both folders in moh_lm/commands/, where no other package finds a module of theirs; a checkout
-has them in its root.
+An installed package has both folders in moh_lm/commands/, where their modules cannot clash with other packages. A
+checkout has them in its root.
 """
 
 import runpy

@@ -1,14 +1,14 @@
-"""Standard output and standard error that end no work: their reader may go, their disk be full, their console poor."""
+"""Wrappers of stdout and stderr that survive a closed pipe, a full disk or a console without UTF-8."""
 
 import os
 import sys
 import time
 
-ERASE_LINE = "\x1b[K"  # from the cursor on
+ERASE_LINE = "\x1b[K"  # erases from the cursor to the end of the line
 
 
 def open_closed_streams():
-    """Have /dev/null stand for standard streams that are closed, as by ``>&-``; before any file takes their numbers."""
+    """Replace closed standard streams (``>&-``) by /dev/null, before another file takes their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - it stays open
@@ -17,11 +17,11 @@ def open_closed_streams():
 
 
 class Output:
-    """The text file ``file``, such as standard output. Once its reader has gone, as with ``| head``, no more is said.
+    """Wraps a text file such as standard output. Once its reader has gone, as with ``| head``, it is silent.
 
-    unheard: "continues" or "ends", what the program then does. is_log: on a full disk a part of a log may be missing,
-    but not of a result. What a console that is not UTF-8 does not know is written as its number.
-    ``show`` draws a passing line on a terminal, which the next text replaces.
+    unheard: "continues" or "ends", what the program then does. is_log: on a full disk, parts of a log may be missing,
+    but not parts of a result. Characters unknown to the console's encoding are written as numbers.
+    ``show`` draws a temporary line on a terminal, which the next text replaces.
     """
 
     def __init__(self, file, unheard="continues", is_log=False):
@@ -39,7 +39,7 @@ class Output:
         return self.attempt(self.file.write, erased + text)
 
     def quiet_seconds(self):
-        """How long ago the last text was written; what is shown does not count."""
+        """Return the seconds since the last text was written; shown lines do not count."""
         return time.monotonic() - self.written
 
     def show(self, line):

@@ -1,4 +1,4 @@
-"""How every command reads its arguments: by argparse, but each mistake is one line, with the value and the remedy."""
+"""Parses the arguments of every command with argparse, but reports each mistake in one line with value and remedy."""
 
 import argparse
 import difflib
@@ -10,12 +10,12 @@ from moh_lm.units import integer, real
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of argparse that raises ConfigError: a line with the flag, its value, what is allowed and the remedy."""
+    """An argparse parser that raises ConfigError: a line with the flag, its value, what is allowed and the remedy."""
 
     def __init__(self, **settings):
         super().__init__(**settings, allow_abbrev=False)
         self.problems = []
-        self.strict = False  # whether what it does not know is wrong, not another parser's
+        self.strict = False  # whether unknown arguments are errors, not left to another parser
         self._negative_number_matcher = re.compile(r"-[.\d]")  # so that -5M is a value
         self.register("type", int, integer)
         self.register("type", float, real)
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def all_problems(self, unknown=()):
-        """Sentences for values that cannot be read and for ``unknown`` arguments."""
+        """Return sentences for values that cannot be read and for ``unknown`` arguments."""
         parsers = [self, *(parser for action in self._actions for parser in commands(action))]
         shown = [name for parser in parsers for name, action in parser._option_string_actions.items()
                  if action.help != argparse.SUPPRESS and action.dest != "help"]  # fmt: skip
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(texts, namespace)
 
     def error(self, message):
-        """argparse's way to say what is missing, or that flags exclude each other."""
+        """argparse calls this if something is missing, or if flags exclude each other."""
         message = message.removeprefix("argument ").replace("not allowed with argument ", "excludes ")
         message = re.sub("expected (one|at least one) argument", "needs a value", message)
         _, required, names = message.partition("the following arguments are required: ")
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def commands(action):
-    """The parsers of the commands that an action chooses from, if it does."""
+    """Return the parsers of the commands from which an action chooses, if it does."""
     return action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
 
 
@@ -81,7 +81,7 @@ def argument_name(action):
 
 
 def unknown_arguments(unknown, flags):
-    """Sentences for ``unknown``, arguments that none of the ``flags`` takes; a value is its unknown flag's."""
+    """Return sentences for ``unknown`` arguments that none of the ``flags`` takes; values belong to unknown flags."""
     problems = []
     for before, text in pairwise(["", *unknown]):
         if text.startswith("--"):
@@ -93,7 +93,7 @@ def unknown_arguments(unknown, flags):
 
 
 def nearest(name, names):
-    """A sentence with what ``name`` may stand for.
+    """Return a sentence with the name that ``name`` may stand for.
 
     It may be the beginning or the initials of a name, look like it, or have a word that only one name begins with.
     """
@@ -103,9 +103,9 @@ def nearest(name, names):
         of_words = [[known for known in names if known.startswith(f"--{word}-")] for word in name.strip("-").split("-")]
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         found = list(dict.fromkeys([*near, *(only[0] for only in of_words if len(only) == 1)]))
-    return f"did you mean {' or '.join(found[:3])}?" if found else "--help lists what there is"
+    return f"did you mean {' or '.join(found[:3])}?" if found else "--help lists all of them"
 
 
 def initials(name):
-    """lr of --learning-rate and of learning_rate."""
+    """Return the initials of a name, such as lr for --learning-rate and learning_rate."""
     return "".join(word[:1] for word in re.split("[-_]", name.strip("-")))

@@ -3,7 +3,7 @@
 task.py has the run of any task, run.py and heads.py the sections that all tasks share. text.py and model.py add what
 language models need, moh_lm/vision/config.py what image models need.
 
-A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
+A field states its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
 from the fields, so names are unique over all sections. Values that follow from others, such as the head dimension, are
 filled in by resolve.py when a configuration is made, so the program only sees resolved configurations.
 

@@ -10,8 +10,8 @@ IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str
 class ConfigError(Exception):
     """Errors that the user has to fix, one sentence each in ``problems``. Programs print them and exit with code 2.
 
-    A character of a foreign name that would break the line, or act on the terminal, stands there as its escape.
-    local_rank: the first rank on a node that sees them; it prints them.
+    A character of a foreign name that would break the line, or act on the terminal, is replaced by its escape.
+    local_rank: the first rank on a node that sees the errors, and prints them.
     """
 
     def __init__(self, problems: list[str], local_rank: int = 0):

@@ -136,12 +136,12 @@ class HeadsOfLayers:
         return [layer for layer in self.gated_layers() if layer.num_routed]
 
 
-BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # of HeadsConfig: a number for each layer
-TWO_STAGE = ("paper", "paper_scaled", "released")  # forms of routing with a1 and a2
-GATED = ("sigmoid", "softplus")  # those that --head-selection gated may have
-FUSED = ("sigmoid", "paper", "paper_scaled", "released")  # those that --fused-router computes
-SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: implied by the budgets of the layers
-TRAINING_ONLY = (  # of HeadsConfig: without effect on the trained function
+BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # fields of HeadsConfig with a number for each layer
+TWO_STAGE = ("paper", "paper_scaled", "released")  # routing forms with a1 and a2
+GATED = ("sigmoid", "softplus")  # routing forms for --head-selection gated
+FUSED = ("sigmoid", "paper", "paper_scaled", "released")  # routing forms that --fused-router computes
+SPREAD = ("head_budget", "head_budget_slope")  # fields of HeadsConfig implied by the budgets of the layers
+TRAINING_ONLY = (  # fields of HeadsConfig without effect on the trained function
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
     "router_gumbel_noise", "dense_warmup_iters",
 )  # fmt: skip
@@ -150,7 +150,7 @@ TRAINING_ONLY = (  # of HeadsConfig: without effect on the trained function
 class RoutedLayer(NamedTuple):
     """The routing of one layer of a mixture: its index, and its numbers of experts, which are heads or groups of heads.
 
-    num_active: the number of experts that a token selects; with ``top_p`` the largest, ``by_sign`` the mean number.
+    num_active: the number of experts that a token selects; the largest with ``top_p``, the mean with ``by_sign``.
     stride: tokens of the first layer per token of this one; later stages of image models have fewer tokens. groups:
     number of groups of experts that compete among themselves, each with its own share of shared and selected experts.
     """

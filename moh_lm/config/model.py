@@ -6,7 +6,7 @@ from moh_lm.config.fields import option
 from moh_lm.config.heads import HeadsConfig, HeadsOfLayers, RoutedLayer
 from moh_lm.config.resolve import model_values
 
-OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a number, or a tuple of one per layer
+OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # fields of ModelConfig with one number, or one per layer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ a flag is kept, and the values below follow from it.
                        together, from 12 columns per layer to 102; in GPT-3's family, from 64 to 85 (Brown et al. 2020)
     layers             N / 12 d^2
     MLP                8/3 d in steps of 64, SwiGLU's share (Shazeer 2020)
-    heads              four below 1M, where d is a multiple of 8; else of 32, and of 64 from 30M on
+    heads              four below 1M, where d is a multiple of 8; else 32 features each, and 64 from 30M on
     head split         half of them shared, a quarter routed, in whole heads: MoH's 75%, but 83% at 3M and 70% at 10M
     routing            the default, sigmoid: its gates begin at 1 at every width, which width transfer needs
     vocabulary         4096 (N / 1M)^0.43 to the next power of two: V d in proportion to N^0.83 (Tao et al. 2024, arXiv
@@ -27,7 +27,7 @@ SIZES = ("100K", "300K", "1M", "3M", "10M", "30M", "100M", "300M", "1B")
 
 
 def parameters(size):
-    """Return the number N that "30M" and the like stand for."""
+    """Return the number N that a size such as "30M" stands for."""
     return int(size[:-1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[size[-1]]
 
 

@@ -46,7 +46,7 @@ def heads_of_a_key(queries, keys):
 
 
 def by_layer(value, num_layers):
-    """Return a value for each layer, if one was given for all of them."""
+    """Return one value per layer, even if a single value was given for all of them."""
     return value * num_layers if len(value) == 1 else value
 
 
@@ -95,7 +95,7 @@ def default_budget(heads, number, group):
     experts or more."""
     mixture, unit = heads.head_selection == "mixture", 1
     if mixture and heads.routing_unit == "head_in_group":
-        size = max(1, group)  # of what is chosen from, in each of number // size groups
+        size = max(1, group)  # experts to choose from in each of number // size groups
         groups = max(1, number // size)
         return groups * max(0, min(size // 2, size - 2)), groups * max(1, size // 4)
     if mixture and heads.routing_unit == "key_value_group":
@@ -152,7 +152,7 @@ def spread_budget(heads, numbers, group, shared, tp=1, cp=1):
 def heads_together(heads, number, group, tp, cp):
     """Return the multiples in which a layer of ``number`` heads uses heads, and in which heads are always on."""
     if heads.routing_unit == "head_in_group" and heads.head_selection == "mixture":
-        return (max(1, number // group),) * 2  # as many in every group
+        return (max(1, number // group),) * 2  # the same number in every group
     unit = step = group if heads.routing_unit == "key_value_group" else 1
     if tp * cp > 1:
         step = math.lcm(tp * group if tp > 1 else step, tp * cp)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from moh_lm.config.fields import option, text_option
 
-REDUCE_BUCKET = 500_000_000  # most gradients that DeepSpeed sums over the ranks at once
+REDUCE_BUCKET = 500_000_000  # the most gradients that DeepSpeed sums over the ranks at once
 
 
 @dataclass(frozen=True)
@@ -134,24 +134,27 @@ class RunBase:
     profile_ranks: str = option("first", "ranks that --profile traces", choices=("first", "all"))
     profile_memory: bool = option(False, "trace allocations too, for --profile; on a GPU with a memory snapshot")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass to save memory")
-    compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")
+    compile: bool = option(
+        False, "compile each layer with torch.compile; the first step takes about a minute (launch scripts and presets "
+        "of language models do so on a GPU)",
+    )  # fmt: skip
 
     @property
     def stages(self):
-        """[(iterations before it, samples before it, samples of an iteration)] of each size of the global batch."""
+        """Return [(iterations before, samples before, samples per iteration)] for each size of the global batch."""
         return [(0, 0, self.global_batch_size)]
 
     def samples_after(self, steps):
-        """Samples of the first ``steps`` iterations."""
+        """Return the number of samples in the first ``steps`` iterations."""
         first, before, size = next(stage for stage in reversed(self.stages) if stage[0] <= max(0, steps))
         return before + (steps - first) * size
 
     def batch_at(self, samples):
-        """Samples of the iteration that begins after so many samples."""
+        """Return the number of samples in the iteration that begins after ``samples`` samples."""
         return next(size for _, before, size in reversed(self.stages) if before <= samples)
 
     def iterations(self, samples):
-        """Iterations that together have at least ``samples``."""
+        """Return the number of iterations that together have at least ``samples`` samples."""
         first, before, size = next(stage for stage in reversed(self.stages) if stage[1] <= samples)
         return first + math.ceil((samples - before) / size)
 

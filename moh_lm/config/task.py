@@ -8,7 +8,7 @@ from moh_lm.config.model import OF_LAYERS
 from moh_lm.config.run import AlarmConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunBase
 from moh_lm.parsing import read_json
 
-UNNAMED = "moh_lm.pretrain"  # the command of a run whose config.json names none
+UNNAMED = "moh_lm.pretrain"  # the command of a run if its config.json names none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +16,10 @@ class TaskConfig:
     """A whole run. Subclasses define the sections ``model``, ``data`` (with ``data_dir`` and ``allow_data_change``) and
     ``run``, and ``seq_length``, the number of tokens of a sample.
 
-    program, about          its command, and how --help begins
-    presets, of_presets     names for --preset, and what it sets, in words
-    scripts_have_sizes      whether a launch script is for one size of a model, and --preset for runs without a script
-    unit, sample_name       what losses are in, and what samples are called
+    program, about          its command, and the beginning of --help
+    presets, of_presets     the names for --preset, and what it sets, in words
+    scripts_have_sizes      whether launch scripts are for one size of a model, and --preset for runs without a script
+    unit, sample_name       the unit of losses, and the name of a sample
     of_data, of_loss        fields beside those of the model that say what is read (and that the data set does not
                             compare itself), and that change losses or gradient norms
     moving                  fields of the model that the steps of the run change
@@ -58,11 +58,11 @@ class TaskConfig:
         return world_size // self.parallel.ranks_of_a_sequence()
 
     def tokens_after(self, steps):
-        """Tokens of the first ``steps`` iterations."""
+        """Return the number of tokens in the first ``steps`` iterations."""
         return self.run.samples_after(steps) * self.seq_length
 
     def gradient_accumulation_steps(self, world_size, samples=None):
-        """Micro-batches of a rank in the iteration after so many samples; by default in one with the whole batch."""
+        """Return a rank's micro-batches in the iteration after ``samples`` samples, by default with the whole batch."""
         batch = self.run.global_batch_size if samples is None else self.run.batch_at(samples)
         return batch // (self.run.micro_batch_size * self.data_parallel_size(world_size))
 

@@ -90,6 +90,9 @@ class RunConfig(RunBase):
 
     fused_loss: bool = option(False, "compute loss and logit gradients with Triton kernels; they need a GPU")
     fused_router: bool = option(False, "compute routers and gates with Triton kernels; they need a GPU")
+    fused_projections: bool = option(
+        False, "compute queries, keys and values in one product, and gate and up of the MLP in another"
+    )
     cuda_graph: bool = option(
         False, "launch forward pass, loss and backward pass of a micro-batch as one CUDA graph; it needs a GPU"
     )
@@ -204,5 +207,5 @@ class Config(TaskConfig):
 
 
 def doublings_between(first, last):
-    """How often a number that begins with ``first`` doubles until it is at least ``last``."""
+    """Return how often a number doubles from ``first`` until it is at least ``last``."""
     return (math.ceil(last / first) - 1).bit_length()

@@ -1,1 +1,1 @@
-"""What a run costs: FLOPs, memory, and the summary that is printed before it starts."""
+"""The cost of a run: FLOPs, memory, and the summary that is printed before it starts."""

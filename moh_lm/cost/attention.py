@@ -104,8 +104,8 @@ def attention_activation_bytes(config, width, tp, counted=0):
     These are the gathered input and this rank's queries, keys, values, context and gated context. Some settings add to
     them: query norms in fp32; inputs and outputs of --qk-norm; marks (selected_keys.py), averaged over the layers;
     padding of latent values and of heads of several widths; element gates; cos and sin of positions in heads. Heads in
-    groups keep queries and context of the chosen ones, and a copy of all where a group has several. counted: number of
-    keys whose positions CoPE counts, which keeps seven numbers for each score and the inputs of its products.
+    groups keep queries and context of the chosen heads, and a copy of all heads if groups have several chosen ones.
+    counted: number of keys whose positions CoPE counts. CoPE keeps seven numbers per score and its products' inputs.
     """
     d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
     by_queries = config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries

@@ -1,6 +1,6 @@
-"""What a model is made of, in words that follow from its ``ModelConfig`` alone: widths, windows, positions, heads.
+"""Describes a model in words that follow from its ``ModelConfig`` alone: widths, windows, positions, heads.
 
-The summary before a run, the run report and the model card say them. Nothing here needs torch.
+The summary before a run, the run report and the model card use these words. Nothing here needs torch.
 """
 
 from collections import Counter

@@ -14,8 +14,8 @@ class Device(NamedTuple):
 
 EFFICIENCY = 0.34  # share of its peak that a GPU reaches; see time.py
 
-# The first name that ends a word of the whole name fits. H800 PCIe: as the H100 PCIe, whose 114 SMs and clock it has;
-# Luo et al. (arXiv:2402.13499) measure 729 on it.
+# The first entry that ends a word of the full name applies. The H800 PCIe has the SMs and clock of the H100 PCIe; Luo
+# et al. (arXiv:2402.13499) measure 729 on it.
 DEVICES = tuple(
     Device(*values)
     for values in (

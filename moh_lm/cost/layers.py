@@ -20,7 +20,7 @@ def head_products(config):
 def layer_activation_bytes(config, width, tp, counted=0):
     """Return the bytes that autograd keeps per token in a decoder layer on one rank, averaged over the layers.
 
-    To those of ``attention_activation_bytes`` it adds the inputs of both norms in fp32, their outputs, and the MLP's
+    Beyond ``attention_activation_bytes`` these are the inputs of both norms in fp32, their outputs, and the MLP's
     input, gate, up, silu and product.
     """
     norms = (2 * 4 + 2 * width) * config.hidden_size / tp

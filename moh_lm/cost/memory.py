@@ -54,10 +54,10 @@ def cache_bytes(model, seq_length, width):
 def memory_estimate(config, world_size):
     """Return the bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
 
-    With a CUDA graph "graph" is what its gradients add; activations and loss are then never free for anything else.
-    Under ZeRO-3 "start" is what the whole model adds before its weights are sharded. Fragmentation, the CUDA context
-    and NCCL's buffers (about 1 GiB) are not counted. Neither are Muon's temporary copies of the largest matrix, because
-    activations have been freed by then.
+    With a CUDA graph, "graph" is the memory of its gradients, and activations and loss are never free for other uses.
+    Under ZeRO-3, "start" is the memory of the whole model before its weights are sharded. Fragmentation, the CUDA
+    context and NCCL's buffers (about 1 GiB) are not counted. Neither are Muon's temporary copies of the largest matrix,
+    because activations have been freed by then.
     """
     return max(stage_memory(config, world_size), key=lambda parts: sum(parts.values()))
 
@@ -78,7 +78,7 @@ def stage_memory(config, world_size):
         if config.optimizer.train_only == "router":
             trained, of_muon = parameter_counts(model)["router"], 0
         in_flight = min(pp - stage, micro_batches)  # 1F1B: forward passes of stage 0 before its first backward pass
-        share = model.position.count("cope") / model.num_layers  # with --recompute one such layer decides
+        share = model.position.count("cope") / model.num_layers  # with --recompute one such layer determines the peak
         counted = run.seq_length * (share > 0 if run.recompute else share)
         layer_bytes = tokens * layer_activation_bytes(exchanged(model, tp, cp), width, tp, counted)
         input_bytes = tokens * width * model.hidden_size / tp
@@ -143,8 +143,8 @@ def stage_shares(model, seq_length, num_stages):
 def loss_bytes(model, width, tokens, tp, fused=False):
     """Return the peak bytes of output head and loss on one rank; see moh_lm.parallel.cross_entropy.
 
-    They are the logits of a chunk in the model's precision and, unless the loss is ``fused``, in fp32; and gradients of
-    hidden states and weight. A fused loss has its peak where a second product joins the gradient of the weight.
+    They hold the logits of a chunk in the model's precision and, unless the loss is ``fused``, in fp32; and gradients
+    of hidden states and weight. A fused loss peaks where a second product joins the gradient of the weight.
     """
     rows = model.vocab_size / tp
     chunk = min(CHUNK_BYTES, 4 * tokens * rows)

@@ -11,7 +11,8 @@ from moh_lm.cost import description
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
-from moh_lm.cost.time import against_dense, assumptions, step_seconds
+from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, head_time, step_seconds
+from moh_lm.kernels.choose import measured_ratio
 from moh_lm.kernels.measured import machine, measurement
 from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
@@ -41,7 +42,7 @@ def describe_configuration(config):
     """Return every resolved field, under the title of its section."""
     lines = []
     for section, pairs in groupby(walk(config), key=lambda pair: pair[0]):
-        values = {entry: getattr(section, entry.name) for _, entry in pairs}  # those with a metavar are not by layer
+        values = {entry: getattr(section, entry.name) for _, entry in pairs}  # not one per layer if there is a metavar
         values = {entry: list(value) if "metavar" in entry.metadata else value for entry, value in values.items()}
         settings = ", ".join(f"{entry.name}\0{words(value)}" for entry, value in values.items())
         lines += ["", type(section).__doc__, wrapped(f"  {settings}", 2).replace("\0", " ")]
@@ -104,8 +105,7 @@ def describe_attention(config, named=None):
         yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense without them;"
         yield "           to make them: python benchmarks/attention.py --levels layer --save"
         return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    device, dtype = this_device(run)
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, because cpu_sparse cannot be compiled"
         return
@@ -121,6 +121,12 @@ def describe_attention(config, named=None):
         yield f"           to make one: python benchmarks/attention.py --levels layer {flags} --save"
 
 
+def this_device(run):
+    """Return the device of this machine, and the dtype of the run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, torch.bfloat16 if run.precision == "bf16" else torch.float32
+
+
 def describe_batches(config):
     run, optimizer = config.run, config.optimizer
     yield f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens"
@@ -129,7 +135,7 @@ def describe_batches(config):
         f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
     )
     if run.batch_warmup:
-        sizes = {size: first for first, _, size in run.stages}  # of two that begin together, the larger one
+        sizes = {size: first for first, _, size in run.stages}  # if two begin together, the larger one
         yield "batches    " + ", ".join(f"{size} from step {first:,}" for size, first in sizes.items())
     if config.data.seq_length_warmup:
         yield describe_lengths(config)
@@ -224,22 +230,39 @@ def known_peak(run, device):
     """Return the FLOP/s of ``device``, or of the one here; None if they are not known."""
     if device and run.peak_tflops is None and run.precision == "bf16":
         return device.tflops * 1e12
-    return peak_flops(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return peak_flops(run, this_device(run)[0])
 
 
 def describe_gain(config, device=None):
-    """Say what the mixture saves or costs on a GPU at this length, by which source, and what would save more."""
-    model, length, peak = config.model, config.run.seq_length, known_peak(config.run, device)
-    if not peak or not model.routed_layers():
+    """Say what the mixture saves or costs at this length, cite the source, and say what would save more."""
+    model, run, peak = config.model, config.run, known_peak(config.run, device)
+    if not model.routed_layers():
+        return
+    length, found = run.seq_length, None if device else measurement(*this_device(run))
+    queries = length, run.micro_batch_size, max(model.head_counts), model.query_dim
+    ratio = measured_ratio(found, queries, model.active_share(), run.compile)
+    if ratio:
+        yield (
+            f"MoH        an attention layer of {length:,} tokens takes {ratio:.2f} of the time of a dense one if it "
+            f"computes only the selected heads; measured on {found.machine}"
+        )
+    if not peak:
         return
     whole = sum(model.of_layer(layer).num_attention_heads for layer in range(model.num_layers))
     shared, active = (sum(numbers) / whole for numbers in (getattr(model.heads, name) for name in BUDGETS))
-    shares = ((shared, None), (shared, active), (1 / 8, 1 / 8))
-    dense, sparse, quarter = (against_dense(model, length, Machine(1, peak / 1e12), *pair) for pair in shares)
+    cases = {
+        "if it computes all heads": 1,
+        "if only the selected ones": head_time(model, shared, active),
+        "with a quarter of the heads": head_time(model, 1 / 8, 1 / 8),
+        "with --routed-keys selected": head_time(model, shared, active**2 / (1 - shared)),
+    }
+    if max(model.of_layer(0).head_counts) > model.of_layer(0).num_key_value_heads:
+        cases["with --routing-unit head_in_group"] = shared + active
+    there, router = Machine(1, peak / 1e12), FUSED_ROUTER if run.fused_router else 1
+    times = [f"{against_dense(model, length, there, cases[case], router):.2f} {case}" for case in cases]
     yield (
-        f"MoH        at {length:,} tokens a step takes about {dense:.2f} of the time of a dense one if it computes all "
-        f"heads, {sparse:.2f} if only the selected ones, and {quarter:.2f} with a quarter of the heads; estimated "
-        "from layers on one H200 (docs/results.md), without the time of the host"
+        f"MoH        a step of {length:,} tokens over a dense one takes about {listing(times)}; estimated from layers "
+        "on one H200 (docs/results.md), without the time of the host"
     )
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes on so many GPUs: the estimate of a dry run and of tools/plan.py.
+"""Estimates how long a step takes on a number of GPUs, for a dry run and for tools/plan.py.
 
 Matrix products reach ``efficiency`` of the peak, but no micro-batch is faster than the host, which launches every
 kernel. That is why small micro-batches are slow. tools/plan.py describes the other parts.
@@ -7,7 +7,8 @@ Both figures were measured on one NVIDIA H200 (docs/results.md): a dense step of
 of the peak, and one of LLM-S on 8 x 2,048 tokens 20%, or 27% with --compile. With 2 x 2,048 tokens the host needed 7 ms
 per layer of LLM-B, forward and backward, with routed heads and at most 3.3 ms without. --compile made a step 1.35 times
 as fast. Its layers also say what a mixture gains or costs on the device (``against_dense``): cuDNN's attention reached
-46% of the peak, routed heads 0.55 of that, and a router took 0.4 ms for 16,384 tokens.
+46% of the peak, routed heads 0.55 of that, and a router took 0.4 ms for 16,384 tokens. The bytes that --fused-router
+moves take an eighth of that; no GPU has run it.
 """
 
 import numpy as np
@@ -16,7 +17,8 @@ from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
 
 ROUTED_LAYER_S, LAYER_S, COMPILED = 7e-3, 3.3e-3, 1.35
-ATTENTION, ROUTED_HEADS, ROUTER_S = 0.46, 0.55, 0.4e-3 / 16384  # the last for a token and a layer
+ATTENTION, ROUTED_HEADS, ROUTER_S = 0.46, 0.55, 0.4e-3 / 16384  # the last per token and layer
+FUSED_ROUTER = 1 / 8
 
 
 def assumptions(machine):
@@ -36,16 +38,20 @@ def host_seconds(config, layers):
     return layers * layer * (4 / 3 if config.run.recompute else 1) / (COMPILED if config.run.compile else 1)
 
 
-def against_dense(model, seq_length, machine, shared, active):
-    """Return the time of a step over that of a dense one, both without the host, if routed attention is sparse.
+def head_time(model, shared, active):
+    """Return the time of attention over that of all heads, for shares of heads that are shared and selected."""
+    return shared + active / (1 if model.chooses_in_groups else ROUTED_HEADS)
 
-    shared, active: shares of the heads that are shared, and that a token selects; active None: all are computed.
+
+def against_dense(model, seq_length, machine, attention, router=1):
+    """Return the time of a step over that of a dense one, both without the host.
+
+    attention: ``head_time``, or 1 if all heads are computed. router: time of the routers over the measured one.
     """
     dense, others = (flops_per_token(model, length)["dense"] for length in (seq_length, 1))
-    rate = 1 if model.chooses_in_groups else ROUTED_HEADS
-    saved = 0 if active is None else (dense - others) / ATTENTION * (1 - shared - active / rate)
     peak = machine.gpu_tflops * 1e12
-    return 1 + (model.num_layers * ROUTER_S - saved / peak) / (dense / machine.efficiency / peak)
+    saved = (dense - others) / ATTENTION * (1 - attention) / peak
+    return 1 + (model.num_layers * ROUTER_S * router - saved) / (dense / machine.efficiency / peak)
 
 
 def step_seconds(config, machine):

@@ -1,4 +1,4 @@
-"""The data of a run: the sources of a data directory, their mixture, and what was read before."""
+"""The data of a run: the sources of a data directory, their mixture, and what the run has read before."""
 
 import difflib
 from pathlib import Path
@@ -91,7 +91,7 @@ class Dataset(TrainingData):
         notes += [f"not in --data-mix: {', '.join(unused)}"] if unused else []
         notes += [
             f"source {source.name}: manifest.json does not list {len(source.unlisted)} of its shards, such as "
-            f"{source.unlisted[0]}; they are not used until data_prep/tokenize.py has been run to its end"
+            f"{source.unlisted[0]}; they are not used until data_prep/tokenize.py has finished"
             for source in sources
             if source.unlisted
         ]
@@ -132,7 +132,7 @@ class Dataset(TrainingData):
         return {source.name: source.bytes_per_token for source in self.sources}
 
     def plan(self, num_samples: int) -> list[dict]:
-        """Return what the first ``num_samples`` samples take from each source, with the size of the source.
+        """Return what the first ``num_samples`` samples take from each source, and the size of each source.
 
         After a change of data, ``samples`` and ``epochs`` count only what is read from the source in its present form.
         """

@@ -22,10 +22,10 @@ from moh_lm.config import ConfigError
 from moh_lm.parsing import open_at_once, parse_json, read_json
 
 VERSION = 3  # of the sidecar and of the manifest
-UNSEALED = 2  # the version before, which is read too
+UNSEALED = 2  # the previous version, which is still read
 REMEDY = "restore it, or run data_prep/tokenize.py again"
 BLOCK = 1 << 16  # bytes under one CRC-32
-WRITTEN = ".written_here.json"  # {name: hashes of what ``publish_own`` has written there last}
+WRITTEN = ".written_here.json"  # {name: hashes of what ``publish_own`` last wrote there}
 CHUNK = 1 << 20  # bytes that a pass over a whole file handles at a time
 
 
@@ -40,7 +40,7 @@ def refuse_folder(error):
 
 
 def beside(prefix: str | Path, suffix: str) -> Path:
-    """PREFIX + suffix; ``Path.with_suffix`` would cut a unit name at its last dot."""
+    """Return PREFIX + suffix; ``Path.with_suffix`` would cut a unit name at its last dot."""
     return Path(f"{prefix}{suffix}")
 
 
@@ -72,7 +72,7 @@ class Description:
 def publish(path: Path, data: bytes):
     """Write ``data`` to ``path`` such that after a crash the file has either its new or its old content, in full."""
     temporary = temporary_name(path)
-    temporary.unlink(missing_ok=True)  # of a process of that number that was killed
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same number
     try:
         with open(temporary, "xb") as file:
             file.write(data)
@@ -85,8 +85,8 @@ def publish(path: Path, data: bytes):
 
 
 def publish_own(directory: Path, files: dict[str, bytes]):
-    """``publish`` these contents by name. Raises ConfigError rather than replace a file that it has not written so."""
-    known = refuse_foreign(directory, files)  # what stood there stays known until it is replaced
+    """``publish`` these contents by name. Raises ConfigError rather than replace a file that it did not write."""
+    known = refuse_foreign(directory, files)  # existing files stay known until they are replaced
     hashes = {name: [hashlib.sha256(data).hexdigest(), *known.get(name, [])[:1]] for name, data in files.items()}
     write_json(directory / WRITTEN, known | hashes)
     for name, data in files.items():
@@ -94,7 +94,7 @@ def publish_own(directory: Path, files: dict[str, bytes]):
 
 
 def refuse_foreign(directory: Path, names) -> dict:
-    """Raise ConfigError if one of ``names`` is no file of ``publish_own``, or was changed. Returns {name: hashes}."""
+    """Raise ConfigError if ``publish_own`` did not write one of ``names``, or if it changed. Returns {name: hashes}."""
     known = {}
     with suppress(OSError, ValueError, AttributeError):  # absent or damaged
         known = {name: of for name, of in read_json(directory / WRITTEN).items() if isinstance(of, list)}
@@ -138,7 +138,7 @@ def seal_line(digest: str) -> bytes:
 
 @contextmanager
 def opened(path: str | Path):
-    """Open a file; a ShardError that names it replaces errors of the system."""
+    """Open a file. A ShardError that names it replaces OSError."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             yield file
@@ -199,7 +199,7 @@ def damaged_block(path, number) -> str:
 
 
 def sha256_of(path: str | Path, open_file=None) -> str:
-    """open_file: what opens the path for reading bytes, if it is no path of this machine."""
+    """Return the SHA-256 of a file. open_file: opens the path for reading bytes, if it is not a local path."""
     digest = hashlib.sha256()
     with open_file(path) if open_file else open(path, "rb") as file:
         while data := file.read(CHUNK):

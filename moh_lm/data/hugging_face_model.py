@@ -94,7 +94,7 @@ class HuggingFaceModel:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # without the places in the text
+        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # without offsets in the text
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     def decode(self, ids: list[int]) -> str:
@@ -103,7 +103,7 @@ class HuggingFaceModel:
 
 
 def is_control(token: str, named: set[str], template: str) -> bool:
-    """Return whether an added token is a control token: by ``named``, its form, or the chat template."""
+    """Return whether an added token is a control token, judging by ``named``, its form, or the chat template."""
     in_template = IN_BRACKETS.fullmatch(token) and token in template
     return token in named or bool(CONTROL.fullmatch(token) or in_template)
 

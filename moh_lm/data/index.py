@@ -26,8 +26,8 @@ from moh_lm.data.files import BLOCK, ShardError, read_range
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-NEAR = 2**10  # documents on either side of a guess
-SEQUENCES = 2**20  # that a check of the whole index handles at a time
+NEAR = 2**10  # documents searched on either side of a guess
+SEQUENCES = 2**20  # sequences that a check of the whole index handles at a time
 
 
 class Counts(NamedTuple):

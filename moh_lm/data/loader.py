@@ -19,15 +19,15 @@ from moh_lm.data.dataset import Dataset
 from moh_lm.data.packing import Piece
 from moh_lm.parallel.cross_entropy import IGNORED
 
-AHEAD = 2  # steps that are read before they are asked for
+AHEAD = 2  # steps that are read ahead
 
 
 class MicroBatch(NamedTuple):
     tokens: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64: the next token, or -100 where none is to be predicted
     sources: torch.Tensor  # [b] int64: index into Dataset.source_names
-    positions: torch.Tensor | None = None  # [b, s] int64: of each token in its document or part; None without any
-    samples: torch.Tensor | None = None  # [b] int64: their numbers in the run; None of held-out sequences
+    positions: torch.Tensor | None = None  # [b, s] int64: of each token in its document or part, or None
+    samples: torch.Tensor | None = None  # [b] int64: their numbers in the run; None for held-out sequences
 
 
 class Loader:
@@ -102,14 +102,14 @@ class Loader:
         return self.micro_batches([entry.validation for entry in self.dataset.sources], np.full(len(mine), index), rows)
 
     def micro_batches(self, streams, source, rows, samples=None, part=None):
-        """``rows`` of ``Piece``s of the streams ``source`` [n], cut into micro-batches; a row without pieces is filler.
+        """Cut ``rows`` of ``Piece``s of the streams ``source`` [n] into micro-batches; a row without pieces is filler.
 
         part: tokens of the parts of a row that do not see each other; None: it is whole.
         """
         length = self.dataset.mixture.seq_length
         tokens = np.zeros((len(rows), length), dtype=np.int64)
         labels = np.full_like(tokens, IGNORED)
-        begins = np.zeros_like(tokens)  # of the document of each token
+        begins = np.zeros_like(tokens)  # the first token of each token's document
         for row, (s, pieces) in enumerate(zip(source.tolist(), rows, strict=True)):
             at = 0
             for piece in pieces:

@@ -1,7 +1,7 @@
 """The order of samples: a pure function from the number of a sample to a source and a window of its tokens.
 
-Only one small table is stored. Any rank can compute its part of any step, and the state of the data is one number, that
-of the consumed samples. Sample n is found in three steps.
+Only one small table is stored. Any rank can compute its part of any step, and the state of the data is one number, the
+number of consumed samples. Sample n is found in three steps.
 
 1. Which source. The weights are exact integers W_s with the sum P. A table of one period of P samples holds source s
    exactly W_s times, ordered by Tijdeman's chairman assignment rule (Discrete Mathematics 32, 1980), so that any first
@@ -29,7 +29,7 @@ import numpy as np
 from moh_lm.config import raise_any
 
 LARGEST_PERIOD = 2**20
-ROUNDS = 6  # of the Feistel network; three already pass tests of uniformity
+ROUNDS = 6  # rounds of the Feistel network; three already pass tests of uniformity
 
 
 class Mixture:
@@ -60,18 +60,18 @@ class Mixture:
         self.first_sample, self.consumed = 0, np.zeros_like(self.weights)
 
     def after(self, first_sample: int, consumed: dict[str, int]) -> "Mixture":
-        """This mixture from sample ``first_sample`` of a run on. consumed: windows already read from each source."""
+        """Return this mixture for a run's samples from ``first_sample`` on. consumed: windows read of each source."""
         later = copy.copy(self)
         later.first_sample = first_sample
         later.consumed = np.array([consumed.get(name, 0) for name in self.names], dtype=np.int64)
         return later
 
     def shares(self) -> dict[str, float]:
-        """The share of each source."""
+        """Return the share of each source."""
         return dict(zip(self.names, (self.weights / self.period).tolist(), strict=True))
 
     def locate(self, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sample numbers [n] -> source, epoch and position of the window's first token, each int64 [n].
+        """Map sample numbers [n] to source, epoch and position of the window's first token, each int64 [n].
 
         Raises ValueError for a sample before ``first_sample``, which belongs to an earlier mixture.
         """
@@ -80,7 +80,7 @@ class Mixture:
             raise ValueError(f"sample {number.min() + self.first_sample} is before the first, {self.first_sample}")
         block, slot = np.divmod(number, self.period)
         source = self.slot_source[slot].astype(np.int64)
-        # Of this sample among those of its source.
+        # The number of this sample among those of its source.
         ordinal = self.consumed[source] + block * self.weights[source] + self.slot_ordinal[slot]
         epoch, position = np.divmod(ordinal, self.windows[source])
         first_token = np.empty_like(position)
@@ -92,26 +92,25 @@ class Mixture:
         return source, epoch, first_token
 
     def phase(self, source: int, epoch: int) -> int:
-        """Where the grid of windows starts: a number below S with which the last window still ends inside the
-        tokens."""
+        """Return where the grid of windows starts: below S, and so that the last window ends inside the tokens."""
         choices = min(self.seq_length, self.num_tokens[source] - int(self.windows[source]) * self.seq_length)
         return int.from_bytes(digest(f"phase/{self.seed}/{self.names[source]}/{epoch}", 8), "little") % choices
 
     def counts(self, num_samples: int) -> np.ndarray:
-        """Windows read from each source before sample ``num_samples`` of the run, int64 [sources]."""
+        """Return the windows read from each source before sample ``num_samples`` of the run, int64 [sources]."""
         blocks, rest = divmod(num_samples - self.first_sample, self.period)
         return self.consumed + blocks * self.weights + np.bincount(self.slot_source[:rest], minlength=len(self.names))
 
 
 def sample_counts(weights: list[int], num_samples: int) -> np.ndarray:
-    """How many of the first ``num_samples`` samples come from each source, for these ``weights``: int64 [sources]."""
+    """Return how many of the first ``num_samples`` samples come from each source with ``weights``, int64 [sources]."""
     blocks, rest = divmod(num_samples, sum(weights))
     source, _ = period_table(weights)
     return blocks * np.array(weights) + np.bincount(source[:rest], minlength=len(weights))
 
 
 def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
-    """The ratios of decimal weights as integers, int64 [k], whose sum is at most 2**20, and a note on rounding.
+    """Return integers in the ratios of decimal weights, int64 [k] with a sum of at most 2**20, and a note on rounding.
 
     The ratios are exact if the sum allows it, and otherwise rounded by largest remainder. Raises ConfigError for a
     weight that rounds to nothing.
@@ -140,7 +139,7 @@ def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
 
 
 def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each of the P = sum(``weights``) samples of a period, and its ordinal there: int32 [P] each.
+    """Return the source of each of the P = sum(``weights``) samples of a period, and its ordinal: int32 [P] each.
 
     Tijdeman's rule: sample c of source s (c = 0, 1, ...) may be taken at slot t (t = 0, 1, ...) once the deficit of its
     source, w_s (t + 1) - c P, reaches P / (2k - 2), and no later than P (c + 1 - 1 / (2k - 2)) / w_s. Each slot goes to
@@ -173,7 +172,7 @@ def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs(*arrays):
-    """Tuples of the elements as Python integers, converted 4,096 at a time to save memory."""
+    """Yield tuples of the elements as Python integers, converted 4,096 at a time to save memory."""
     for start in range(0, len(arrays[0]), 2**12):
         yield from zip(*(array[start : start + 2**12].tolist() for array in arrays), strict=True)
 
@@ -206,7 +205,7 @@ class Permutation:
 
 
 def mix(x):
-    """The finaliser of splitmix64 on uint64 arrays."""
+    """Apply the finaliser of splitmix64 to uint64 arrays."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -217,7 +216,7 @@ def digest(key, size):
 
 
 def data_problems(data):
-    """Sentences that say what is wrong with a ``DataConfig``."""
+    """Return sentences that say what is wrong with a ``DataConfig``."""
     found = []
     if not data.data_dir:
         found.append("--data-dir is missing: give a directory written by data_prep/tokenize.py")
@@ -227,7 +226,7 @@ def data_problems(data):
 
 
 def mix_problems(given, mix):
-    """Sentences that say what is wrong with a ``mix``, ((name, weight), ...), which the flag ``given`` set."""
+    """Return sentences that say what is wrong with a ``mix``, ((name, weight), ...), set by the flag ``given``."""
     names, found = [name for name, _ in mix], []
     for name in sorted({name for name in names if names.count(name) > 1}):
         found.append(f"{given} {name}: is given {names.count(name)} times; give each source once")

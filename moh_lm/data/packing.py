@@ -18,9 +18,9 @@ from typing import NamedTuple
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 
-ROWS = 64  # of a block
-CACHED = 256  # blocks
-COUNTED = 32  # blocks of a source that ``counts`` looks at
+ROWS = 64  # in a block
+CACHED = 256  # blocks kept in memory
+COUNTED = 32  # blocks of a source that ``counts`` examines
 
 
 class Piece(NamedTuple):
@@ -34,8 +34,8 @@ class Piece(NamedTuple):
 
 class Counts(NamedTuple):
     """documents: documents in the examined blocks that would fit into a row. cut: how many of these are in several
-    rows, and cut_by_windows with --packing concatenate. tokens: tokens of all documents. apart: how many of these are
-    in another row than the beginning of a document that would fit."""
+    rows, and cut_by_windows with --packing concatenate. tokens: tokens of all documents. apart: how many of these
+    would fit into a row with the beginning of their document but are in another."""
 
     documents: int
     cut: int
@@ -97,8 +97,8 @@ class Packer:
 
 
 def pack(starts, rows, length):
-    """``rows`` lists of ``Piece``s of ``length`` tokens in all. starts: offsets at which documents begin, 1 to rows *
-    length; another begins at 0."""
+    """Return ``rows`` lists of ``Piece``s, each of ``length`` tokens in all. starts: offsets at which documents begin,
+    1 to rows * length; another begins at 0."""
     total = rows * length
     ends, begins = set(starts), {0, *starts}
     bounds = [0, *(start for start in starts if start < total), total]

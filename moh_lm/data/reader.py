@@ -58,7 +58,7 @@ class Shard:
 
     @contextmanager
     def document_starts(self) -> Iterator[DocumentStarts]:
-        """Yield where its documents begin, while its index is open. Raises ShardError, also later."""
+        """Provide the ``DocumentStarts`` of the open index. Raises ShardError, also inside the context."""
         self.check_content()
         with files.opened(f"{self.prefix}.idx") as file:
             yield DocumentStarts(file, self.counts(), self.sums.idx)

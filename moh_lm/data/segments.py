@@ -1,15 +1,14 @@
 """The data of a run whose mix or shards changed during training: a list of segments.
 
-A segment is the data between two changes. Sample n of a run is a pure function of n and of the segments: those of the
-segment with the largest ``first_sample`` up to n place it, with the number of windows that each of its sources had
-``consumed`` before.
+A segment describes the data between two changes. Sample n of a run is a pure function of n and of the segments. It
+belongs to the last segment whose ``first_sample`` is at most n, and its place depends on that segment and on the
+windows that each of its sources had ``consumed`` before.
 
     {"first_sample": 0, "seed": 1234, "seq_length": 2048, "validation_fraction": 0.001,
      "weights": {source: integer}, "shards": {source: hash of the contents}, "consumed": {source: windows}}
 
-A segment has "packing" too if it is not ``PACKING``.
-
-The separate mix of a decay (--decay-mix) is a segment too, one that is planned from the start.
+A segment has "packing" too if it is not ``PACKING``. The separate mix of a decay (--decay-mix) is also a segment,
+planned from the start.
 
 A source continues at its next unread window, and in its epoch, if its windows and their order are the same as in an
 earlier segment: the same shards, seed, sequence length, validation fraction and packing. Otherwise it begins at window
@@ -21,10 +20,10 @@ from collections.abc import Mapping
 from moh_lm.data.mixture import sample_counts
 from moh_lm.units import listing
 
-ORDER = ("seed", "seq_length", "validation_fraction", "packing")  # what the windows of every source depend on
-PACKING = "concatenate"  # of segments that do not say theirs
+ORDER = ("seed", "seq_length", "validation_fraction", "packing")  # settings on which the windows of every source depend
+PACKING = "concatenate"  # in segments without an entry
 PLACE = ("first_sample", "consumed")  # what a segment has besides the fingerprint
-NAMED = 3  # shards of a source that a sentence names
+NAMED = 3  # shards of a source that a sentence may name
 
 
 def next_segments(segments: list[dict], fingerprint: dict, consumed_samples: int) -> list[dict]:

@@ -37,7 +37,7 @@ NAMES = {np.dtype(code).name for code in DTYPES.values()}
 # A tokenizer is the first of these (SentencePiece's, LLaMA-3's), or the others (Hugging Face's; the last is optional).
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
-CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # validation fractions known to the manifest
+CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # fractions whose cuts the manifest records
 
 
 def tokenizer_files(directory: str | Path) -> list[Path]:
@@ -65,7 +65,7 @@ class ShardWriter:
 
     def __enter__(self):
         self.temporary = files.temporary_name(files.beside(self.prefix, ".bin"))
-        self.temporary.unlink(missing_ok=True)  # of a process of that number that was killed
+        self.temporary.unlink(missing_ok=True)  # left by a killed process with the same number
         self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed by __exit__)
         return self
 
@@ -82,7 +82,7 @@ class ShardWriter:
         if not 1 <= len(ids) <= LONGEST_DOCUMENT:
             raise ShardError(f"{self.prefix}: document of {len(ids):,} tokens; allowed are 1 to {LONGEST_DOCUMENT:,}")
         smallest, largest = int(ids.min()), int(ids.max())
-        if smallest < 0 or largest >= self.vocab_size:  # before narrowing, which would wrap silently
+        if smallest < 0 or largest >= self.vocab_size:  # check before narrowing, which would wrap silently
             raise ShardError(f"{self.prefix}: ids {smallest}..{largest} exceed the vocabulary 0..{self.vocab_size - 1}")
         data = ids.astype(self.dtype).tobytes()
         self.file.write(data)
@@ -117,7 +117,7 @@ def write_manifest(data_dir: str | Path) -> dict:
     """Make DATA_DIR/manifest.json from the shards found below ``data_dir``; returns it.
 
     {"version", "tokenizer": {"sha256", "vocab_size", "eos_id"}, "cut_fractions": [...],
-     "sources": {NAME: {"tokens", "documents", "units": {UNIT: what ``unit_entry`` says of it}}}}
+     "sources": {NAME: {"tokens", "documents", "units": {UNIT: result of ``unit_entry``}}}}
 
     Raises ShardError if shards differ in their tokenizer, or if two shards of a source were made from the same input.
     """
@@ -150,7 +150,7 @@ def write_manifest(data_dir: str | Path) -> dict:
 
 
 def unit_entry(shard: Shard) -> dict:
-    """Return what a run has to know about a shard before it starts; ``cuts`` are for the fractions ``CUTS``."""
+    """Return what a run has to know about a shard before it starts; ``cuts`` belong to the fractions ``CUTS``."""
     with shard.document_starts() as starts:
         cuts = [starts.cut(fraction) for fraction in CUTS]
     return {
@@ -218,7 +218,7 @@ def check_tokenizer(path: Path, recorded: str):
 
 class OpenedSource(NamedTuple):
     shards: list[Shard]
-    cuts: list[int]  # of each shard, the token position where its held-out tail starts
+    cuts: list[int]  # the token position where the held-out tail of each shard starts
     unlisted: list[str]  # finished shards that are not in the manifest
 
 

@@ -85,21 +85,21 @@ class Source:
         needed, training, held_out = self.seq_length + 1, self.training.num_tokens, self.validation.num_tokens
         if training < needed:
             return [
-                f"source {self.name} has {training} training tokens, a sample of --seq-length {self.seq_length} takes "
-                f"{needed}: prepare more text, leave the source out of --data-mix, or shorten --seq-length"
+                f"source {self.name} has {training} training tokens, but a sample of --seq-length {self.seq_length} "
+                f"takes {needed}: prepare more text, leave the source out of --data-mix, or shorten --seq-length"
             ]
         if fraction and not self.validation_windows:
             enough = self.sufficient_fraction()
             remedy = f"raise it to about {enough:g}" if enough else "prepare more text"
             return [
                 f"--validation-fraction {fraction:g} holds out {held_out} of {training + held_out} tokens of source "
-                f"{self.name}, a sample of --seq-length {self.seq_length} takes {needed}: {remedy}, or set it to 0 for "
-                "no validation"
+                f"{self.name}, but a sample of --seq-length {self.seq_length} takes {needed}: {remedy}, or set it to 0 "
+                "for no validation"
             ]
         return []
 
     def sufficient_fraction(self) -> float | None:
-        """About the smallest fraction that holds out a window, given that every shard rounds its share down."""
+        """Return about the smallest fraction that holds out a window, since every shard rounds its share down."""
         tokens, needed = np.array([shard.num_tokens for shard in self.shards]), self.seq_length + 1
         fraction = least = 1.1 * needed / tokens.sum()
         while fraction <= 0.5:

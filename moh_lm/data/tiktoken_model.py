@@ -1,6 +1,6 @@
 """LLaMA-3's ``tokenizer.model``: a vocabulary in the format of tiktoken, the library that encodes with it.
 
-    IQ== 0         a line for each token: its bytes in base64 and its rank, which is its id
+    IQ== 0         one line per token: its bytes in base64 and its rank, which is its id
     ...
     IHRoZQ== 279
 
@@ -27,7 +27,7 @@ WORDS = (
 NUM_ORDINARY, NUM_SPECIAL = 128_000, 256
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")  # the first special tokens
 FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
-LONG_RUN = re.compile(r"\s{25000}")  # as long as LLaMA-3's own code lets a run of white space be
+LONG_RUN = re.compile(r"\s{25000}")  # the longest run of white space in LLaMA-3's own code
 
 
 def is_tiktoken(path: str | Path) -> bool:
@@ -53,7 +53,7 @@ def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
         problem = "not every byte is a token"
     elif min(ids) < 0 or not ids.isdisjoint(range(special, special + NUM_SPECIAL)):
         problem = f"the {NUM_SPECIAL} special tokens of LLaMA-3 find no free ranks from {special} on"
-    elif special != NUM_ORDINARY:  # such as of GPT-4, Qwen or LLaMA-4, which have other words and special tokens
+    elif special != NUM_ORDINARY:  # vocabularies of GPT-4, Qwen or LLaMA-4 differ in words and special tokens
         problem = f"{special:,} tokens precede the special ones, but in LLaMA-3 there are {NUM_ORDINARY:,}"
     if problem:
         remedy = "give LLaMA-3's, undamaged, or the tokenizer.json of another model"

@@ -13,7 +13,7 @@ from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import TiktokenModel, is_tiktoken
 
-OPTIONAL = TOKENIZER_FILES[-1]  # of the files of Hugging Face
+OPTIONAL = TOKENIZER_FILES[-1]  # among the files of Hugging Face
 
 
 def model_files(path: str | Path) -> dict[str, Path]:
@@ -44,7 +44,7 @@ def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | Tikto
         if is_tiktoken(model):
             return TiktokenModel(model)
         processor = sentencepiece.SentencePieceProcessor()
-        processor.LoadFromSerializedProto(model.read_bytes())  # it opens no path that is not UTF-8
+        processor.LoadFromSerializedProto(model.read_bytes())  # SentencePiece opens only paths that are UTF-8
         return processor
     except (RuntimeError, OSError) as error:
         raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error

@@ -1,4 +1,4 @@
-"""What a run needs from its data, be it text or images."""
+"""The interface between a run and its data, text or images."""
 
 
 class TrainingData:

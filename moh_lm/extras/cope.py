@@ -2,7 +2,7 @@
 that matter to it.
 
     g_ij = sigmoid(q_i k_j)                     how much key j counts for query i; 0 where i does not see j
-    p_ij = min(P, g_ij + ... + g_ii)            the position of key j: what counts from there up to i
+    p_ij = min(P, g_ij + ... + g_ii)            the position of key j: the sum from there up to i
     z_i[p] = q_i e[p], p = 0 to P               e: a table of each query head
     score_ij = q_i k_j / sqrt(e) + (1 - r) z_i[n] + r z_i[n + 1],    n = floor(p_ij), r = p_ij - n
 
@@ -40,7 +40,7 @@ class CoPECore(CoreAttention):
 
 
 class ContextualPositions(nn.Module):
-    """What the positions of keys add to the scores of a layer. heads: its ``HeadPartition``. exchange: its
+    """The values that the positions of keys add to the scores of a layer. heads: its ``HeadPartition``. exchange: its
     ``UlyssesExchange``, or None."""
 
     def __init__(self, config, init_std, heads, exchange=None):
@@ -51,8 +51,8 @@ class ContextualPositions(nn.Module):
         self.weight = make_parameter(shape, init_std, heads.partition(0, 1))
 
     def forward(self, query, key, visible):
-        """[b, h, s, t], -inf where not ``visible``, bool [b or 1, 1, s, t]. query: [b, h, s, e], key: [b, k, t, e], in
-        the order of their positions."""
+        """Return the values [b, h, s, t], -inf where not ``visible``, bool [b or 1, 1, s, t]. query: [b, h, s, e], key:
+        [b, k, t, e], in the order of their positions."""
         wide = torch.promote_types(query.dtype, torch.float32)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         gates = (query @ key.transpose(2, 3)).to(wide).sigmoid() * visible
@@ -64,15 +64,15 @@ class ContextualPositions(nn.Module):
         return added.masked_fill(~visible, -torch.inf).to(query.dtype)
 
     def added_to(self, query, key, seen):
-        """``seen``, ``AttentionMask`` or None, with what is added to the scores as the mask. query: [s, b, h, e], key:
-        [s, b, k, e]."""
+        """Return ``seen``, ``AttentionMask`` or None, with the values for the scores as its mask. query: [s, b, h, e],
+        key: [s, b, k, e]."""
         seen = seen or AttentionMask(query.new_zeros(1, len(query)), None, None)
         visible = document_mask(seen.starts) if seen.mask is None else seen.mask
         return seen._replace(mask=self(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), visible))
 
     def added_to_cache(self, query, keys, lengths):
-        """What is added to the scores of one token per row: [b, h, T]. query: [b, h, e]. keys: the cache, [b, k, T, e],
-        the key at position p in slot p modulo T. lengths: int32 [b], tokens of each row, its own the last of them."""
+        """Return the values for the scores of one token per row, [b, h, T]. query: [b, h, e]. keys: the cache [b, k, T,
+        e], the key at position p in slot p modulo T. lengths: int32 [b], tokens of each row, including its own."""
         room = keys.shape[2]
         place, oldest = torch.arange(room, device=keys.device), (lengths - room).clamp_min(0)[:, None]
         slots = ((oldest + place) % room)[:, None, :, None]  # in the order of positions

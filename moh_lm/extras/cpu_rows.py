@@ -1,9 +1,9 @@
-"""The attention layer on a CPU: queries and outputs of the selected rows only.
+"""The attention layer on a CPU: computes queries and outputs of the selected rows only.
 
-Where the router chooses the heads before the queries are made, a head needs queries, attention and outputs only for the
-tokens that use it; with ``--routed-keys selected`` also keys and values. On a CPU that saves as much as head-sparse
-attention itself at short lengths. The rows are those of cpu_sparse.py. Heads of key/value groups that every token uses
-go through the usual products.
+If the router chooses heads before the queries are made, a head needs queries, attention and outputs only for the tokens
+that use it; with ``--routed-keys selected`` also keys and values. On a CPU, at short lengths, this saves as much as
+head-sparse attention itself. The rows are those of cpu_sparse.py. Heads of key/value groups that every token uses go
+through the usual products.
 """
 
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from moh_lm.parallel.mappings import gather_sequence
 
 
 class CPURowAttention(Attention):
-    """See ``Attention``. Training goes by rows; evaluation, and a dense warm-up, go through the core attention."""
+    """See ``Attention``. Training computes rows; evaluation and a dense warm-up use the core attention."""
 
     def forward(self, x, inputs, mask=None, replay=None):
         if inputs.dense_warmup or not self.training:
@@ -26,7 +26,7 @@ class CPURowAttention(Attention):
         return self.output_of_rows(x, routing.gates, routing.selected, mask), routing
 
     def output_of_rows(self, x, gates, selected, mask):
-        """x: [s, b, d]; gates, selected: [s, b, h/tp] -> [s/tp, b, d]. mask: ``AttentionMask``, or None."""
+        """Return [s/tp, b, d]. x: [s, b, d]. gates, selected: [s, b, h/tp]. mask: ``AttentionMask``, or None."""
         own_keys, runs = self.core_attention.own_keys, self.k_proj.runs
         by_rows = own_keys and not runs and self.k_proj.weight.shape == self.q_proj.weight.shape
         # Key/value heads of shared heads alone, and their query heads. Runs differ between ranks, and q_norm is

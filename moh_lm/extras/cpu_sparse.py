@@ -1,15 +1,13 @@
 """Head-sparse attention on a CPU: matrix products over the selected rows, written out with torch's own operations.
 
 The selected queries of a head attend in chunks of consecutive rows, so that the scores of a chunk, from the first key
-that its first row sees to the key of its last one, stay in the cache: two products and a softmax forward, five products
-backward, with the probabilities computed again. Where the whole layer is at hand, ``ProjectRows`` and ``SumRows`` are
-its query and output projections of the selected rows only, which on a CPU saves as much as the attention itself at
-short lengths.
-Heads that keep their own tokens only (``own_keys``) take keys and values by rows too: each head is then plain causal
-attention over a shorter sequence.
-Threads take whole heads, or shares of the tokens (moh_lm/extras/threads.py).
+that its first row sees to the key of its last one, stay in the cache. The forward pass needs two products and a
+softmax; the backward pass recomputes the probabilities and needs five products. ``ProjectRows`` and ``SumRows`` are a
+layer's query and output projections for the selected rows only, which saves as much as the attention itself at short
+lengths. Heads that keep only their own tokens (``own_keys``) have keys and values by rows too: each head is then plain
+causal attention over a shorter sequence. Threads process whole heads, or shares of the tokens (threads.py).
 
-The rows' number depends on the routing: torch.compile breaks its graph here.
+The number of rows depends on the routing, so torch.compile breaks its graph here.
 
 Shapes: s sequence, b batch, e head dimension, d hidden size; rows: all selected (token, head) pairs, ordered by head,
 sequence and position.
@@ -23,7 +21,7 @@ import torch
 from moh_lm.extras.threads import in_threads
 from moh_lm.kernels.gated_attention import Backend
 
-CHUNK = 64  # rows; of 32, 64 and 128 the fastest from T = 512 to 4096
+CHUNK = 64  # rows; faster than 32 and 128 from T = 512 to 4096
 
 
 class SelectedRows:
@@ -57,10 +55,10 @@ class SelectedRows:
         self.shares = [bounds[share :: len(shares)] for share in range(len(shares))]
 
     def chunks(self, group):
-        """[(key/value head, sequence, chunks), ...], those with most chunks first; ``group`` query heads share one.
+        """Return [(key/value head, sequence, chunks), ...], most chunks first. group: query heads per key/value head.
 
-        A chunk (start, stop, (first, inner, whole, end)) has up to CHUNK rows, which see keys of [first, end) only, and
-        all see those of [inner, whole).
+        A chunk (start, stop, (first, inner, whole, end)) has up to CHUNK rows. They see only keys in [first, end), and
+        all of them see those in [inner, whole).
         """
         place = self.place.tolist()
         first_key = [0] * len(place) if self.start is None else self.start.tolist()
@@ -74,7 +72,7 @@ class SelectedRows:
         return [(*at, found[at]) for at in sorted(found, key=lambda at: -len(found[at]))]
 
     def pieces(self, kv_heads):
-        """[(number of the first key row, chunks), ...] of ``chunks``: key rows are ordered by sequence, key/value head
+        """Return [(number of the first key row, chunks), ...]. Key rows are ordered by sequence, key/value head
         and position, or are those of the queries."""
         found, length = self.chunks(self.shape[2] // kv_heads), self.shape[0]
         if self.own_keys:
@@ -82,18 +80,18 @@ class SelectedRows:
         return [((sequence * kv_heads + head) * length, chunks) for head, sequence, chunks in found]
 
     def gather(self, tensor):
-        """[s, b, heads, ...], or of the key/value heads that they share -> [rows, ...]"""
+        """Gather [rows, ...] from [s, b, heads, ...], whose heads may be the key/value heads that they share."""
         shared_by = self.shape[2] // tensor.shape[2]
         return tensor.flatten(0, 2).index_select(0, self.token * tensor.shape[2] + self.head // shared_by)
 
     def scatter(self, rows):
-        """[rows, ...] -> [s, b, heads, ...], zeros elsewhere."""
+        """Scatter [rows, ...] to [s, b, heads, ...], with zeros elsewhere."""
         whole = rows.new_zeros(self.shape.numel(), *rows.shape[1:])
         return whole.index_copy(0, self.token * self.shape[2] + self.head, rows).unflatten(0, self.shape)
 
 
 def sparse_heads(query, key, value, gates, selected, mask=None, own_keys=False):
-    """g_i H_i of the selected heads, 0 elsewhere. Shapes: see ``gated_attention``."""
+    """Return g_i H_i of the selected heads, 0 elsewhere. For shapes see ``gated_attention``."""
     rows = SelectedRows(selected, mask and mask.starts, own_keys)
     if own_keys:
         key, value = rows.gather(key), rows.gather(value)
@@ -160,7 +158,7 @@ class AttendRows(torch.autograd.Function):
 
 
 def probabilities(q, k, rows, start, keys, buffer):
-    """softmax(q k^T) of the chunk that begins with row ``start``, in ``buffer``: [rows, keys], of ``chunks``."""
+    """Write softmax(q k^T) of the chunk that begins with row ``start`` to ``buffer``, [rows, keys]; see ``chunks``."""
     first, inner, whole, end = keys
     at = slice(start, start + len(q))
     p = torch.mm(q, k.t(), out=buffer[: len(q) * len(k)].view(len(q), len(k)))
@@ -172,7 +170,7 @@ def probabilities(q, k, rows, start, keys, buffer):
 
 
 def weigh(heads, gates):
-    """g H, multiplied in the dtype of the gates. heads: [rows, e]. gates: [rows]."""
+    """Return g H, multiplied in the dtype of the gates. heads: [rows, e]. gates: [rows]."""
     return (heads * gates.unsqueeze(1)).to(heads.dtype)
 
 
@@ -234,9 +232,9 @@ class SumRows(torch.autograd.Function):
 
 
 def add_up(values, weight, rows, also=None):
-    """The sum over heads of their rows of ``values`` [rows, e] times W, W [heads e, d] -> [s, b, d], fp32 or wider.
+    """Sum the rows ``values`` [rows, e] of all heads times W [heads e, d] to [s, b, d], fp32 or wider.
 
-    Each thread adds up a share of the tokens. Beside that, ``also``(head, start, stop) is called for every head.
+    Each thread adds up a share of the tokens. ``also``(head, start, stop) is called for every head as well.
     """
     wide = torch.promote_types(values.dtype, torch.float32)
     out = values.new_zeros(rows.shape[0] * rows.shape[1], weight.shape[1], dtype=wide)

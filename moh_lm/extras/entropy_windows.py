@@ -4,9 +4,9 @@ After each step, in each layer, with H the entropy of the attention weights in n
 of the step, and W = --window-min to --window-max:
 
     H_s = 0.2 H + 0.8 H_s              beginning with H
-    W = min + (max - min) H_s / ln W   rounded down; with ln s, of the sequence length, where W has no bound yet
+    W = min + (max - min) H_s / ln W   rounded down; without a window so far, ln s of the sequence length replaces ln W
 
-Nothing of it is learned: the window is a mask. A step that is skipped moves nothing. The sums run over all ranks, so
+Nothing is learned: the window is a mask. A skipped step changes nothing. The sums run over all ranks, so
 that every layout has the same windows. Measuring computes the scores of all heads once more, a sequence at a time.
 """
 
@@ -20,7 +20,7 @@ from moh_lm.kernels.masks import AttentionMask, document_mask
 from moh_lm.model.block import modules_of
 from moh_lm.parallel.groups import sum_over_ranks
 
-NEW = 0.2  # share of the newest step
+NEW = 0.2  # weight of the newest step
 
 
 class EntropyWindows:
@@ -41,13 +41,13 @@ class EntropyWindows:
             core.set_window(widths[index])
 
     def add(self, index, core, given):
-        """Add the entropies of what a layer is asked in training. given: the arguments of ``CoreAttention``."""
+        """Add the entropies of a layer's attention in training. given: the arguments of ``CoreAttention``."""
         query, key, *_, mask = given
         if core.training:
             self.sums[index] += entropy_sums(query, key, core.visible(query, key, mask))
 
     def move(self, skipped):
-        """Take the step that was done."""
+        """Move the windows after a step."""
         groups = (self.groups.tensor, self.groups.data, self.groups.pipeline)
         means = [total / count for total, count in sum_over_ranks(self.sums, *groups).tolist()]
         self.sums.zero_()
@@ -65,9 +65,9 @@ class EntropyWindows:
 
 @torch.no_grad()
 def entropy_sums(query, key, seen):
-    """Entropies of the attention weights of all queries and heads, in nats: their sum and their number, float64 [2].
+    """Return the sum of the attention entropies of all queries and heads, in nats, and their number, float64 [2].
 
-    query: [s, b, h, e], key: [s, b, k, e]. seen: ``AttentionMask``, or None. A sequence at a time.
+    query: [s, b, h, e], key: [s, b, k, e]. seen: ``AttentionMask``, or None. Sequences are processed one at a time.
     """
     wide, total = torch.promote_types(query.dtype, torch.float32), query.new_zeros((), dtype=torch.float64)
     seen = seen or AttentionMask(query.new_zeros(1, len(query)), None, None)

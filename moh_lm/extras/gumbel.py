@@ -1,8 +1,8 @@
-"""Gumbel noise on the scores by which routed experts are selected: experts of small scores are tried now and then.
+"""Gumbel noise on the scores that select routed experts, so that experts with small scores are tried occasionally.
 
     G = - ln(- ln U),  U uniform in (0, 1);  a token selects the K experts with the largest s_i + scale G_i
 
-With scale 1 that draws K experts without replacement, each with its softmax probability (Vieira 2014; Kool et al. 2019,
+With scale 1 this draws K experts without replacement, each with its softmax probability (Vieira 2014; Kool et al. 2019,
 arXiv 1903.06059). The gates are those of the scores without noise. A number is a function of (seed, layer, sample of
 the run, token, expert) alone, by the mixing function of SplitMix64 (Steele et al. 2014): no layout, no resume and no
 recomputation changes it.
@@ -12,7 +12,7 @@ import hashlib
 
 import torch
 
-ODD = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # as signed numbers, whose products wrap around
+ODD = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # as signed numbers, which wrap around in products
 
 
 class GumbelNoise:
@@ -21,10 +21,10 @@ class GumbelNoise:
     def __init__(self, scale, seed, layer):
         digest = hashlib.blake2b(f"{seed}/gumbel/{layer}".encode(), digest_size=8).digest()
         self.scale = scale
-        self.key = torch.tensor(int.from_bytes(digest, "little", signed=True))  # no number: layers share their graph
+        self.key = torch.tensor(int.from_bytes(digest, "little", signed=True))  # a tensor: layers share their graph
 
     def draw(self, samples, first, like):
-        """scale G of the tokens from ``first`` of each sequence on, of the shape [s, b, E] and dtype of ``like``.
+        """Return scale G for each sequence's tokens from ``first`` on, with the shape [s, b, E] and dtype of ``like``.
 
         samples: int64 [b], the numbers of the sequences in the run.
         """
@@ -36,7 +36,7 @@ class GumbelNoise:
 
 
 def mix(bits):
-    """SplitMix64 of int64 numbers, as if they had no sign."""
+    """Apply SplitMix64 to int64 numbers as if they were unsigned."""
     bits = (bits ^ (bits >> 30 & 2**34 - 1)) * ODD[0]
     bits = (bits ^ (bits >> 27 & 2**37 - 1)) * ODD[1]
     return bits ^ (bits >> 31 & 2**33 - 1)

@@ -1,9 +1,9 @@
 """Heads of several widths in one layer, ``--head-dims``: head i has e_i features, and divides scores by sqrt(e_i).
 
-The paper names them as future work. Weights have a row for each feature and none more. Queries, keys and values are
-padded with zeros to the widest head, e, so that every backend takes them; a query is multiplied by sqrt(e / e_i),
-since backends divide by sqrt(e). Each head turns by the angles of its own width. A run is a number of heads in a row
-that have the same width. Shapes: see moh_lm/model/attention.py.
+The paper names them as future work. Weights have exactly one row for each feature. Queries, keys and values are
+padded with zeros to the widest head, e, so that every backend accepts them; a query is multiplied by sqrt(e / e_i),
+since backends divide by sqrt(e). Each head is rotated by the angles of its own width. A run is a number of consecutive
+heads with the same width. Shapes: see moh_lm/model/attention.py.
 """
 
 from itertools import accumulate, groupby
@@ -19,7 +19,7 @@ from moh_lm.parallel.layers import ColumnParallelLinear, Partition, RowParallelL
 
 
 class Runs:
-    """The widths of this rank's heads. runs: [(features, heads in a row that have as many)]. head_dim: the widest."""
+    """The widths of this rank's heads. runs: [(features, number of consecutive heads)]. head_dim: the largest width."""
 
     def __init__(self, config, heads):
         own = [head for start, stop in heads.ranges for head in range(start, stop)]
@@ -27,18 +27,18 @@ class Runs:
         self.head_dim = config.head_dim
 
     def pad(self, parts):
-        """Heads of each run [s, b, count, width] -> all heads, with zeros behind the features of each: [s, b, h, e]."""
+        """Join the heads of each run [s, b, count, width] to all heads [s, b, h, e], padded with zeros."""
         return torch.cat([F.pad(part, (0, self.head_dim - part.shape[-1])) for part in parts], 2)
 
     def split(self, features):
-        """[s, b, features of all heads] -> [s, b, h, e], padded."""
+        """Split [s, b, features of all heads] into padded heads [s, b, h, e]."""
         parts = features.split([width * count for width, count in self.runs], -1)
         return self.pad(
             part.unflatten(-1, (count, width)) for part, (width, count) in zip(parts, self.runs, strict=True)
         )
 
     def unpadded(self, heads):
-        """The heads of each run without padding, [s, b, count, width], of heads [s, b, h, e]."""
+        """Return the heads of each run without padding, [s, b, count, width], from heads [s, b, h, e]."""
         parts = heads.split([count for _, count in self.runs], 2)
         return [part[..., :width] for part, (width, _) in zip(parts, self.runs, strict=True)]
 
@@ -55,8 +55,8 @@ class HeterogeneousAttention(Attention):
         self.o_proj = OutputOfRuns(size, d, output_std, partition(1, config, heads), self.group, self.runs)
 
     def project(self, x, table):
-        key, value = (self.runs.split(project(x)) for project in (self.k_proj, self.v_proj))
-        return self.runs.split(self.q_proj(x)), self.positions.key(key, table), value
+        key, value, query = map(self.runs.split, self.products(x, self.k_proj, self.v_proj, self.q_proj))
+        return query, self.positions.key(key, table), value
 
 
 class OutputOfRuns(RowParallelLinear):
@@ -72,7 +72,7 @@ class OutputOfRuns(RowParallelLinear):
 
 
 class HeterogeneousPositions(RotaryPositions):
-    """See ``RotaryPositions``: a table for each run. A query is scaled for the scores of its own width."""
+    """See ``RotaryPositions``; each run has a table. A query is scaled for the scores of its own width."""
 
     def __init__(self, config, layer_index, heads, rotary, context=None):
         super().__init__(rotary, context)
@@ -96,7 +96,7 @@ class HeterogeneousPositions(RotaryPositions):
 
 
 def partition(dim, config, heads):
-    """The rows or columns of this rank's heads; None on one rank."""
+    """Return the ``Partition`` of this rank's heads, or None on one rank."""
     if heads.group is None:
         return None
     ends = [0, *accumulate(config.head_dims)]

@@ -1,7 +1,7 @@
-"""Independent pieces of work side by side, each computed by one thread.
+"""Computes independent pieces of work in parallel, each in one thread.
 
-torch divides every operation among its threads, which for many small ones costs more than it saves. Here each of these
-threads takes whole pieces, and computes them alone; torch's operations release Python's lock.
+torch divides every operation among its threads, which costs more than it saves if there are many small ones. Here each
+thread computes whole pieces alone; torch's operations release Python's lock.
 """
 
 import os
@@ -12,16 +12,16 @@ import torch
 
 
 def in_threads(function, pieces):
-    """``function(*piece)`` for each of ``pieces``, begun in this order, in as many threads as torch has; no gradients.
+    """Call ``function(*piece)`` for ``pieces``, started in this order, in as many threads as torch has; no gradients.
 
     No two pieces may write to the same memory. Raises what ``function`` raises.
     """
     num_threads = torch.get_num_threads()
-    inference = torch.is_inference_mode_enabled()  # each thread has modes of its own
+    inference = torch.is_inference_mode_enabled()  # each thread has its own modes
     remaining = iter(list(pieces))
 
     def work():
-        torch.set_num_threads(1)  # of this thread, and of any that starts before the end
+        torch.set_num_threads(1)  # for this thread, and for any that starts before the end
         with torch.inference_mode(inference), torch.no_grad():
             for piece in remaining:
                 function(*piece)
@@ -47,10 +47,10 @@ os.register_at_fork(after_in_child=team.cache_clear)  # a child has none of the 
 
 
 def let_idle_threads_sleep():
-    """Have OpenMP count one thread more: where it then counts more than cores, those without work sleep at once.
+    """Make OpenMP count one more thread. If it then counts more threads than cores, idle threads sleep at once.
 
-    They would spin for 8 ms after every operation of torch, on the cores that the pieces need (GNU libgomp,
-    GOMP_SPINCOUNT). What makes it count is an operation with two threads, begun by this one.
+    They would otherwise spin for 8 ms after every operation of torch, on the cores that the pieces need (GNU libgomp,
+    GOMP_SPINCOUNT). OpenMP counts one more after an operation with two threads that this thread starts.
     """
     torch.get_num_threads()  # the first call of a thread undoes what it set before
     torch.set_num_threads(2)

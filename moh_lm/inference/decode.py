@@ -1,6 +1,6 @@
 """Attention of one new token per row to a cache of keys and values: the inner part of Eq. 4 while text is generated.
 
-``decode_attention`` is the one entry. Every backend computes g_i H_i where the token selects head i, zero elsewhere:
+Every backend of ``decode_attention`` computes g_i H_i where the token selects head i, and zero elsewhere:
 
     dense    every head by scaled dot-product attention, times the gate: the reference
     triton   own kernels, which read the keys and values of the selected heads only (CUDA)
@@ -20,7 +20,7 @@ from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 try:
     from moh_lm.inference import triton_decode
 except ModuleNotFoundError:
-    triton_decode = None  # no Triton on this machine; asked for by name, it is an error
+    triton_decode = None  # no Triton on this machine; naming it raises an error
 
 BACKENDS = ("auto", "dense", "loops", "triton")
 
@@ -30,18 +30,18 @@ WORTH_IT, SHARE = 2**19, 0.24
 # Bytes of the keys and values of a layer from which on triton is faster than dense on an H200, by the same program.
 # With fewer, both wait for the host.
 WORTH_A_KERNEL = 2**27
-CAPABILITY = (8, 0)  # of a GPU on which the kernels are compiled in the tests, at least
+CAPABILITY = (8, 0)  # lowest of a GPU for which the tests compile the kernels
 
 
 def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto", used=None, added=None):
-    """g_i H_i of Eq. 4 of one token per row, before the output projection: [b, h, e] in the dtype of ``query``.
+    """Return g_i H_i of Eq. 4 for one token per row, before the output projection, [b, h, e] in the dtype of ``query``.
 
     query: [b, h, e]. keys, values: the cache, [b, k, T, e]; consecutive query heads share a key/value head. lengths:
-    int32 [b], the tokens that each row sees, its own the last of them. active: bool [b, h], the heads that the token
-    uses. gates: [b, h], 0 where not active; None for 1, if all are. backend: see above. used: bool [b, h, T], the heads
-    that use each token, if they see no others; added: [b, h, T], what is added to scores, -inf where a row sees
-    nothing; with either of them dense is computed. Nothing waits for a GPU.
-    Raises ValueError and RuntimeError if the backend asked for by name is none, or cannot run here.
+    int32 [b], the tokens that each row sees, including its own. active: bool [b, h], the heads that the token uses.
+    gates: [b, h], 0 where not active; None: all are 1. backend: see above. used: bool [b, h, T], the heads
+    that use each token, if they see no others. added: [b, h, T], values to add to scores, -inf where a row sees
+    nothing. With either of them the dense backend is used. Nothing waits for a GPU.
+    Raises ValueError for an unknown backend, RuntimeError if a backend requested by name cannot run here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend}: choose one of {', '.join(BACKENDS)}")
@@ -68,7 +68,7 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
 
 
 def worth_a_kernel(keys, gates):
-    """Whether triton is faster than dense on a GPU: with bf16 or fp16, where a token may leave out heads."""
+    """Return whether triton is faster than dense on a GPU: with bf16 or fp16, if a token may leave out heads."""
     fits = keys.dtype.itemsize == 2 and keys.shape[3] in TRITON_HEAD_DIMS
     return fits and gates is not None and 2 * keys.nbytes >= WORTH_A_KERNEL
 
@@ -80,9 +80,9 @@ def worth_looping(keys, lengths, active):
 
 
 def attend_all(query, keys, values, lengths, active=None, used=None, added=None):
-    """H of every head, [b, h, e]. The query heads of a key/value head are rows of one product: no key is copied."""
+    """Return H of every head, [b, h, e]. Query heads of a key/value head are rows of one product; no key is copied."""
     visible = (torch.arange(keys.shape[2], device=keys.device) < lengths[:, None])[:, None, None]  # [b, 1, 1, T]
-    if used is not None:  # a head that the token does not use sees all: its gate is 0
+    if used is not None:  # a head that the token does not use sees all keys: its gate is 0
         seen = used[:, :, : keys.shape[2]] | ~active.unsqueeze(-1)
         visible = visible & seen.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, T]
     mask = visible if added is None else added.unflatten(1, (keys.shape[1], -1))
@@ -91,13 +91,13 @@ def attend_all(query, keys, values, lengths, active=None, used=None, added=None)
 
 
 def attend_selected(query, keys, values, lengths, active):
-    """H of the active heads, zeros for the others, by loops over rows and heads (CPU)."""
+    """Return H of the active heads, zeros for the others, by loops over rows and heads (CPU)."""
     rows = zip(query, keys, values, lengths.tolist(), active, strict=True)
     return torch.stack([attend_row(q, k[:, :t], v[:, :t], on.nonzero().flatten()) for q, k, v, t, on in rows])
 
 
 def attend_row(query, keys, values, heads):
-    """H of one token and its ``heads``: query [h, e], keys and values [k, t, e] -> [h, e], zeros for other heads."""
+    """Return H of one token's ``heads``, [h, e], 0 for others. query: [h, e]. keys, values: [k, t, e]."""
     queries = query.index_select(0, heads) / query.shape[-1] ** 0.5
     read, start = torch.empty_like(queries), 0
     wide = torch.promote_types(query.dtype, torch.float32)

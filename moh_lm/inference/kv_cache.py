@@ -1,15 +1,16 @@
-"""The key/value cache of a model: what a layer keeps of the tokens that it has read, and how a new token asks it.
+"""The key/value cache of a model: what a layer keeps of the tokens that it has read, and how a new token attends to it.
 
-Keys and values of all heads are computed and kept, since a later token may select any of them; so the cache is that of
-a dense model. What a step can save is reading it: a token needs the keys and values of its shared heads and of the
-routed ones that it selects; where query heads share them, of the groups in which it selects one. See ``decode.py``.
+Keys and values of all heads are computed and kept, since a later token may select any of them, so the cache is as large
+as that of a dense model. A step can still save reads. A token needs the keys and values of its shared heads and of the
+routed heads that it selects, or of the groups in which it selects a head. See ``decode.py``.
 
-A layer with a sliding window keeps the last tokens only, as many as the window holds: the token at position p lies in
-slot p modulo T. The order of the slots does not matter, since keys are kept at their positions.
+A layer with a sliding window keeps only as many tokens as the window holds: the token at position p is in slot p modulo
+T. The order of the slots does not matter, since keys are stored after rotation.
 
-Routed heads that see their own tokens only (``--routed-keys selected``) keep those only, on a CPU and without a window:
-see ``SelectedKVCache``. Elsewhere all keys are kept, with the heads that their tokens use. Multi-head latent attention
-keeps the latent and the rotated key of a token, which are one key for all heads, whose part is the value.
+Routed heads that see only their own tokens (``--routed-keys selected``) keep only those, on a CPU and without a window;
+see ``SelectedKVCache``. Otherwise all keys are kept, with a record of the heads that use each token. Multi-head latent
+attention keeps the latent and the rotated key of a token. They form one key for all heads; the latent is also the
+value.
 
 Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens in a layer, e head
 dimension, d hidden size. One rank; the model is a ``CausalLM`` without tensor parallelism.
@@ -29,9 +30,9 @@ from moh_lm.model.query_norm import QueryNormAttention
 class Cache:
     """The caches of all layers, and how many tokens of each row were read.
 
-    max_length: room for a prompt and what follows it. lengths: int32 [rows], on the device of the keys, so that a step
-    copies nothing from the host. attention_backend: see ``decode_attention``. Raises ValueError for more tokens than
-    the model has positions.
+    max_length: the most tokens of a prompt and its continuation. lengths: int32 [rows], on the device of the keys, so
+    that a step copies nothing from the host. attention_backend: see ``decode_attention``. Raises ValueError for more
+    tokens than the model has positions.
     """
 
     def __init__(self, model, rows, max_length, attention_backend="auto"):
@@ -43,6 +44,10 @@ class Cache:
         for layer in model.model.layers:
             config, kind = model.config.of_layer(layer.index), cache_kind(layer.self_attn)
             self.layers.append(kind(config, layer, rows, max_length, weight, attention_backend))
+
+    def counters(self):
+        """Return the tensors that a step changes by addition."""
+        return [self.lengths, *(kept.counts for kept in self.layers if isinstance(kept, CountedLayerCache))]
 
 
 class LayerCache:
@@ -72,7 +77,7 @@ class LayerCache:
         )
 
     def read_prompt(self, x, row, positions):
-        """Fill a row with a prompt and return what the layer's attention makes of it. x: [s, 1, d], normalised."""
+        """Fill a row with a prompt and return the attention's output for it. x: [s, 1, d], normalised."""
         query, key, value, routing, table = self.project(x, positions, slice(row, row + 1))
         active = in_use(query, routing)
         if self.own:
@@ -88,7 +93,7 @@ class LayerCache:
         return self.attention.output(heads, x)
 
     def read_token(self, x, lengths):
-        """What the layer's attention makes of one new token per row, which it keeps. x: [1, b, d], normalised.
+        """Keep one new token per row and return the attention's output for it. x: [1, b, d], normalised.
         lengths: int32 [b], tokens read before it."""
         positions, lengths = lengths.long(), lengths + 1
         query, key, value, routing, table = self.project(x, positions[None], slice(None))
@@ -111,11 +116,11 @@ class LayerCache:
         return self.attention.output(heads[None], x)
 
     def attend(self, query, held, active, gates, added):
-        """g_i H_i of new tokens; see ``decode_attention``."""
+        """Return g_i H_i of new tokens; see ``decode_attention``."""
         return decode_attention(query, self.keys, self.values, held, active, gates, self.backend, self.used, added)
 
     def project(self, x, positions, rows):
-        """Of new tokens of ``rows``, a slice: queries, keys at their positions, values, ``RouterOutput`` and table."""
+        """Return queries, rotated keys, values, ``RouterOutput`` and table for new tokens of ``rows``, a slice."""
         attention, by_queries = self.attention, isinstance(self.attention, QueryNormAttention)
         routing = None if by_queries else attention.router(x, RouterInputs())
         table = attention.positions.table(x, positions, self.max_length)
@@ -125,20 +130,20 @@ class LayerCache:
         return attention.positions.query(attention.q_norm(query), table), key, value, routing, table
 
     def kept(self, x, key, value, table):
-        """(keys, values) that the cache keeps of x: [s, b, k, e]."""
+        """Return the (keys, values) of x that the cache keeps, [s, b, k, e]."""
         return key, value
 
     def asked(self, query):
-        """What a query [1, b, h, e] asks the cache."""
+        """Map a query [1, b, h, e] to the one that attends to the cache."""
         return query
 
     def answered(self, heads):
-        """g_i H_i [b, h, e] of what the cache answers."""
+        """Map the result of attention to the cache to g_i H_i [b, h, e]."""
         return heads
 
 
 class GroupedLayerCache(LayerCache):
-    """See ``LayerCache``. A token asks for the heads only that it chooses in every key/value group."""
+    """See ``LayerCache``. A token computes only the heads that it chooses in every key/value group."""
 
     def attend(self, query, held, active, gates, added):
         if gates is None:
@@ -149,7 +154,7 @@ class GroupedLayerCache(LayerCache):
 
 
 class CountedLayerCache(LayerCache):
-    """See ``LayerCache``. Positions count the tokens of each head. counts: int64 [rows, h], those that were read."""
+    """See ``LayerCache``. Positions count the tokens of each head. counts: int64 [rows, h], tokens read so far."""
 
     def __init__(self, config, layer, rows, max_length, like, attention_backend):
         super().__init__(config, layer, rows, max_length, like, attention_backend)
@@ -165,11 +170,11 @@ class CountedLayerCache(LayerCache):
 
 
 class LatentLayerCache(LayerCache):
-    """See ``LayerCache``. W_UK_i is applied to the query, and W_UV_i to what the scores have weighed:
+    """See ``LayerCache``. W_UK_i is applied to the query, and W_UV_i to the weighted sum of latents:
 
         q_i k_i^T = [rotated W_QR_i x; W_UK_i^T W_UQ_i x] [rotated W_KR x; c]^T
 
-    So a token asks a cache that has one key for all heads, and whose values are a part of it.
+    The cache therefore has one key for all heads, and its values are a part of that key.
     """
 
     def make_room(self, config, rows, room, like):
@@ -183,18 +188,18 @@ class LatentLayerCache(LayerCache):
     def asked(self, query):
         rotated, still = query.split((self.attention.rotary_dim, self.attention.head_dim), -1)
         asked = torch.cat((rotated, torch.einsum("sbhe,her->sbhr", still, self.expansions()[0])), -1)
-        return asked * (asked.shape[-1] / query.shape[-1]) ** 0.5  # a cache divides by the root of what it sees
+        return asked * (asked.shape[-1] / query.shape[-1]) ** 0.5  # a cache divides by the root of its width
 
     def answered(self, heads):
         return torch.einsum("bhr,her->bhe", heads[..., self.attention.rotary_dim :], self.expansions()[1])
 
     def expansions(self):
-        """W_UK and W_UV of each head: [h, e, r]."""
+        """Return W_UK and W_UV of each head, [h, e, r]."""
         return self.attention.kv_b_proj.weight.unflatten(0, (-1, 2 * self.attention.head_dim)).chunk(2, 1)
 
 
 def cache_kind(attention):
-    """The class of the cache of a layer."""
+    """Return the class of a layer's cache."""
     if isinstance(attention, MultiLatentAttention):
         return LatentLayerCache
     kinds = {HeadsInGroups: GroupedLayerCache, HeadPositions: CountedLayerCache}
@@ -202,7 +207,7 @@ def cache_kind(attention):
 
 
 def in_use(query, routing):
-    """The heads that tokens use, bool [s, b, h], by their ``RouterOutput``."""
+    """Return the heads that tokens use according to their ``RouterOutput``, bool [s, b, h]."""
     if routing.selected is None:
         return query.new_ones(query.shape[:3], dtype=torch.bool)
     return routing.selected != 0

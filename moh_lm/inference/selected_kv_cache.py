@@ -1,8 +1,8 @@
-"""A cache of a layer whose routed heads keep their own tokens only: a list for every row and key/value head.
+"""The cache of a layer whose routed heads keep only their own tokens: a list for every row and key/value head.
 
-Each list is as long as the number of tokens that use one of its query heads. Keys are kept turned to their positions,
-so that attention over a list needs no other positions. A list grows by a part of its length, so that hardly any room
-stays empty. CPU: lengths are numbers of Python.
+Each list is as long as the number of tokens that use one of its query heads. Keys are stored after rotation, so that
+attention over a list needs no other positions. A list grows by a fraction of its length, so little memory stays unused.
+It runs on CPUs only, because lengths are Python numbers.
 
 Shapes: b rows, s new tokens, h query heads, k key/value heads, r = h / k, e head dimension.
 """
@@ -20,13 +20,13 @@ class SelectedKVCache:
         self.lists = [[KVList(head_dim, like) for _ in range(kv_heads)] for _ in range(rows)]
 
     def add(self, row, keys, values, used):
-        """The next tokens of a row. keys, values: [s, k, e]. used: bool [s, h]."""
+        """Add the next tokens of a row. keys, values: [s, k, e]. used: bool [s, h]."""
         used = used.unflatten(1, (keys.shape[1], -1))
         for head, kept in enumerate(self.lists[row]):
             kept.add(keys[:, head], values[:, head], used[:, head])
 
     def attend(self, query, used):
-        """H of the heads in use of one token per row, the last one added, zeros for the others: [b, h, e].
+        """Return H of the last token of each row, [b, h, e], with zeros for heads that it does not use.
 
         query: [b, h, e]. used: bool [b, h].
         """
@@ -57,7 +57,7 @@ class KVList:
             self.data[:, start : self.count], self.members[start : self.count] = new, used
 
     def attend(self, query, heads):
-        """query: [heads in use, e], scaled; heads: bool [r] -> [heads in use, e]."""
+        """Return H, [heads in use, e]. query: [heads in use, e], scaled. heads: bool [r]."""
         keys, values = self.data[:, : self.count]
         scores = (query @ keys.t()).masked_fill_(~self.members[: self.count, heads].t(), -torch.inf)
         wide = torch.promote_types(query.dtype, torch.float32)

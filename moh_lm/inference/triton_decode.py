@@ -2,17 +2,16 @@
 
     out_i = g_i softmax(q_i K^T / sqrt(e)) V  where the row selects head i,  0 elsewhere
 
-What differs from flash-decoding (Dao et al. 2023), which splits the keys of a row over programs and combines them:
+Differences from flash-decoding (Dao et al. 2023), which splits the keys of a row over programs and combines them:
 
 1. Heads. A program takes one split of one key/value head with all of its query heads, so a tile of keys and values is
-   read once for the whole group. It returns at once if the row selects no head of the group: without groups no byte of
+   read once for the whole group. It returns at once if the row selects no head of the group: without groups, no byte of
    the other heads' keys and values is read.
-2. Lengths. They are read from device memory, and a row divides the tokens that it has, not the room for them, over the
-   splits; programs without tokens return. How many splits there are follows from shapes and multiprocessors alone: no
-   synchronisation, and a CUDA graph can be replayed with another routing and other lengths.
-3. Rows. Tensor cores take 16 rows at least, so a group is padded to them, a single head too. The 16 multiplications for
-   each number that is read stay below what memory bandwidth leaves time for, and products are what Triton keeps loads
-   in flight for.
+2. Lengths. They are read from device memory. The tokens of a row, not the room for them, are divided over the splits,
+   and programs without tokens return. The number of splits depends only on shapes and multiprocessors, so nothing
+   synchronises, and a CUDA graph can be replayed with another routing and other lengths.
+3. Rows. Tensor cores process at least 16 rows, so every group, even a single head, is padded to 16. The 16
+   multiplications per number read take less time than reading it, and Triton prefetches loads only for products.
 
 Partial results of a split are kept with the log2 of their softmax sums, in fp32 (fp64 for fp64, which only the
 interpreter runs), where the head is selected; the second kernel adds up those of a head in their order, multiplies by
@@ -33,7 +32,7 @@ from moh_lm.kernels.triton_forward import attend_keys, load_rows, store_rows
 # the fastest of an H200 (docs/history/benchmarks.md). Those of 4 were chosen so that registers do not spill.
 TILES = {2: {96: Tiles(16, 128, 8, 2), 128: Tiles(16, 32, 4, 3)}, 4: {128: Tiles(16, 32, 8, 3)}}
 PROGRAMS_PER_MULTIPROCESSOR = 4
-MAX_SPLITS = 64  # which the second kernel holds in registers
+MAX_SPLITS = 64  # the second kernel holds them in registers
 COMBINE_WARPS = 4
 
 
@@ -47,11 +46,11 @@ def decode_selected_heads(
     gates: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """g_i H_i of one token per row where ``active``, else 0: [b, h, e] in the dtype of ``query``. Without gradients.
+    """Return g_i H_i of one token per row where ``active``, else 0: [b, h, e] in the dtype of ``query``. No gradients.
 
     query: [b, h, e]. keys, values: [b, k, T, e] with equal strides. lengths: int32 [b], the tokens that each row sees,
     1 to T. active: bool [b, h]. gates: [b, h], or None for 1. num_splits: parts of the cache, at most ``MAX_SPLITS``;
-    None: chosen for the device. Raises RuntimeError and ValueError as ``check_runs``.
+    None: chosen for the device. Raises RuntimeError and ValueError as ``check_runs`` does.
     """
     check_runs(attend_split_kernel, query)
     if keys.stride() != values.stride() or keys.stride(-1) != 1:
@@ -104,7 +103,7 @@ def choose_splits(programs, tiles, device):
 
 @triton.jit
 def split_size(length, num_splits, BN: tl.constexpr):
-    """Tokens of a split: whole tiles, the same number for each of the first ones, what is left for the last."""
+    """Return the tokens of a split: the same number of whole tiles for each split but the last, which has the rest."""
     return tl.cdiv(tl.cdiv(length, BN), num_splits) * BN
 
 
@@ -114,7 +113,7 @@ def attend_split_kernel(
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr,
     WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """H of the selected heads of a group from a split of the cache, and log2 of its softmax sums, both [splits, b, h].
+    """Write H of a group's selected heads for a split of the cache, and log2 of its softmax sums, [splits, b, h] each.
     Grid: (b * k, splits)."""
     b = tl.program_id(0).to(tl.int64) // kv_heads
     kv = tl.program_id(0).to(tl.int64) % kv_heads
@@ -162,7 +161,7 @@ def combine_kernel(
     parts, lse, lengths, active, gates, out, batch, num_heads, num_splits,
     E: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out of one head from its splits that hold tokens. Grid: (b * h,)."""
+    """Combine the splits of one head that hold tokens into out. Grid: (b * h,)."""
     bh = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     head = tl.zeros([COLUMNS], lse.dtype.element_ty)

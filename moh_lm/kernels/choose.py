@@ -5,7 +5,7 @@ import math
 from moh_lm.kernels.gated_attention import TRITON
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS, measurement
 
-WORTH_IT = 0.96  # a ratio above is within the noise of the measurement
+WORTH_IT = 0.96  # a larger ratio is within the noise of the measurement
 
 
 def choose_backend(name, device, dtype, shape, active_share, dense_only=False, own_keys=False, compiled=False):
@@ -19,7 +19,7 @@ def choose_backend(name, device, dtype, shape, active_share, dense_only=False, o
         return "dense"
     if name == "auto":
         if device.type == "cpu" and compiled:
-            return "dense"  # the graph would break at cpu_sparse
+            return "dense"  # cpu_sparse would break the graph
         chosen = fastest(device, dtype, tuple(shape), active_share, compiled)
         return "dense" if chosen == "triton" and (TRITON is None or own_keys) else chosen
     if name == "triton" and TRITON is None:
@@ -33,12 +33,18 @@ def fastest(device, dtype, shape, active_share, compiled=False):
     """Return "triton", "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim], as measured at the
     next shorter length and the next larger active share. compiled: as above; a GPU then hardly waits for the host."""
     found = measurement(device, dtype)
-    if found is None or math.prod(shape) < found.elements:
-        return "dense"
-    like = [(row[0], -row[1], row[-1] if compiled else row[2]) for row in found.ratios if row[0] <= shape[0]]
-    like = [row for row in like if -row[1] >= active_share]
-    if not like or max(like)[2] > WORTH_IT:
+    ratio = measured_ratio(found, shape, active_share, compiled)
+    if ratio is None or ratio > WORTH_IT:
         return "dense"
     if found.device == "cpu":
         return "cpu_sparse"
     return "triton" if shape[3] in TRITON_HEAD_DIMS else "dense"
+
+
+def measured_ratio(found, shape, active_share, compiled=False):
+    """Return the time of a sparse attention layer over a dense one by a ``Measurement``; None if none of its figures
+    applies. For the others see ``fastest``."""
+    if found is None or math.prod(shape) < found.elements:
+        return None
+    like = [(row[0], -row[1], row[-1] if compiled else row[2]) for row in found.ratios if row[0] <= shape[0]]
+    return max((row for row in like if -row[1] >= active_share), default=(None,))[-1]

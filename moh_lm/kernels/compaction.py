@@ -8,13 +8,13 @@ earliest tokens, which attend to the fewest keys.
 Positions descend over the selected slots, so causality is still expressed by ranges. With p(i) the position of slot i
 and n(t) the number of selected tokens from position t on:
 
-    slots [i, j), all selected    see wholly the keys [0, p(j - 1)], in part those up to p(i)
-    keys [t, u)                   are seen by the slots before n(t), wholly by those before n(u - 1)
+    slots [i, j), all selected    all see the keys [0, p(j - 1)], some see those up to p(i)
+    keys [t, u)                   are seen by the slots before n(t), all of them by those before n(u - 1)
 
 Inside documents or a window, position t sees keys from start(t) on and is seen before end(t). This adds bounds:
 
-    slots [i, j), all selected    see wholly the keys from start(p(i)) on, in part those from start(p(j - 1)) on
-    keys [t, u)                   are seen by the slots from n(end(u - 1)) on, wholly by those from n(end(t)) on
+    slots [i, j), all selected    all see the keys from start(p(i)) on, some see those from start(p(j - 1)) on
+    keys [t, u)                   are seen by the slots from n(end(u - 1)) on, all of them by those from n(end(t)) on
 
 Shapes: s sequence, b batch.
 """

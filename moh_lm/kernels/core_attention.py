@@ -26,7 +26,7 @@ class CoreAttention(nn.Module):
 
     @property
     def reads_selection(self):
-        """Whether training needs the selection itself, because gates of 0 do not imply it."""
+        """Whether training needs the selection itself, because gates of 0 do not reveal it."""
         return self.own_keys or self.backend is not None
 
     def forward(self, query, key, value, gates=None, selected=None, mask=None):

@@ -73,7 +73,7 @@ def gated_attention(
         selected = query.new_ones(query.shape[:3], dtype=torch.bool)
     wide = torch.promote_types(query.dtype, torch.float32)
     gates = torch.ones_like(selected, dtype=wide) if gates is None else gates.to(wide)
-    groups = 0 if mask else num_shared * kv_heads // heads  # key/value heads of shared heads alone, taken densely
+    groups = 0 if mask else num_shared * kv_heads // heads  # key/value heads of shared heads alone, computed densely
     first = groups * heads // kv_heads
     if first < num_shared:
         selected = always_on(selected, num_shared)

@@ -43,7 +43,7 @@ class HeadsInGroups(CoreAttention):
     def in_place(self, heads, rank, gates):
         """Put the chosen heads [s, b, kv a, e], times their gates [s, b, h], in their places: [s, b, h, e]."""
         heads, gates = heads.unflatten(2, (rank.shape[2], -1)), gates.unflatten(2, rank.shape[2:])
-        if self.per_group > 1:  # else the one head is multiplied by all gates of its group, of which one is not 0
+        if self.per_group > 1:  # else the one head is multiplied by all gates of its group, only one of which is not 0
             heads = take(heads, (rank - 1).clamp_min(0))
         return (heads * gates.unsqueeze(-1).to(heads.dtype)).flatten(2, 3)
 

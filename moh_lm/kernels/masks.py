@@ -58,8 +58,8 @@ def apply_window(documents, window, x, masked):
 
 
 def in_graph():
-    """Return whether torch.compile or a CUDA graph records what is computed now. It makes its own tables: those of a
-    cache may be freed before the graph is."""
+    """Return whether torch.compile or a CUDA graph records what is computed now. A graph makes its own
+    tables, because those of a cache may be freed before the graph is."""
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 

@@ -51,7 +51,7 @@ def read():
 
 MEASURED = read()
 
-TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # what moh_lm.kernels.triton_attention has kernels for
+TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # head dimensions with kernels in moh_lm.kernels.triton_attention
 
 def measurement(device, dtype):
     """Return the ``Measurement`` that applies to ``device``, or None."""

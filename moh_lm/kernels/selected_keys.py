@@ -10,7 +10,7 @@ Shapes: s sequence, b batch, h query heads, kv key/value heads, r = h / kv, e he
 import torch
 import torch.nn.functional as F
 
-ALIGNED = 8  # features: kernels of GPUs want multiples of it
+ALIGNED = 8  # GPU kernels need a number of features that this divides
 
 
 def marked_features(e, r):

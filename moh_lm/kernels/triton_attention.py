@@ -31,9 +31,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Of GPUs that have not measured their own: {head dimension up to: tiles}. Those of Hopper were within 6% of the fastest
-# of an H200, with 1024 to 8192 tokens (docs/history/benchmarks.md). The others were chosen so that registers do not
-# spill (in fp32 they do from 96 on) and products wait for nothing.
+# For GPUs without measurements: {largest head dimension: tiles}. Those for Hopper were within 6% of the fastest on an
+# H200 with 1024 to 8192 tokens (docs/history/benchmarks.md). The others were chosen so that registers do not spill (in
+# fp32 they do from 96 on) and products wait for nothing.
 HOPPER = {
     "forward": {128: Tiles(64, 64, 4, 3)},
     "query": {96: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
@@ -91,7 +91,7 @@ def joined_heads(query, key, value, gates, selected, first, groups, attend_share
 
 
 class Take(torch.autograd.Function):
-    """Returns query, key and value of the first heads, and unchanged for ``head_sparse_attention``.
+    """Returns query, key and value of the first heads, and the whole tensors unchanged for ``head_sparse_attention``.
 
     Splitting and joining heads would copy whole tensors. Instead, the operator allocates outputs and gradients for all
     heads, and this function writes the gradients of the first heads into them.

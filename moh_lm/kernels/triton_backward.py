@@ -24,7 +24,7 @@ def backward_query_kernel(
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """dQ and dGates for BM slots of one head, and delta in slots for dK/dV. Grid: (blocks of slots, b * heads)."""
+    """Compute dQ and dGates for BM slots of a head, and delta for dK/dV. Grid: (blocks of slots, b * heads)."""
     first_slot = tl.program_id(0) * BM
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // num_heads, bh % num_heads
@@ -109,7 +109,7 @@ def backward_key_kernel(
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV for BN keys of one key/value head. Grid: (blocks of keys, b * key/value heads)."""
+    """Compute dK and dV for BN keys of one key/value head. Grid: (blocks of keys, b * key/value heads)."""
     first_key = tl.program_id(0) * BN
     kv_heads = num_heads // GROUP
     b = tl.program_id(1).to(tl.int64) // kv_heads
@@ -133,7 +133,7 @@ def backward_key_kernel(
     last_key = tl.minimum(first_key + BN, seq) - 1
     if starts is not None:
         starts += b * seq
-        first_end = tl.load(ends + b * seq + first_key)  # the first token that does not see the first key any more
+        first_end = tl.load(ends + b * seq + first_key)  # the first token that no longer sees the first key
         last_end = tl.load(ends + b * seq + last_key)
     for member in range(0, GROUP):
         h = kv * GROUP + member
@@ -141,7 +141,7 @@ def backward_key_kernel(
         row = after + bh * (seq + 1)
         start = 0
         stop = tl.load(row + first_key)  # slots [start, stop) see a key of the block,
-        whole = tl.load(row + last_key)  # those before ``whole`` every key,
+        whole = tl.load(row + last_key)  # those before ``whole`` see every key,
         if starts is not None:
             start = tl.load(row + last_end)
         middle = start + (whole - start) // BM * BM

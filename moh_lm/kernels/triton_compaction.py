@@ -6,7 +6,7 @@ import triton.language as tl
 
 from moh_lm.kernels.compaction import Compaction
 
-TOKENS = 1024  # read at a time
+TOKENS = 1024  # tokens read at a time
 
 
 @triton.jit

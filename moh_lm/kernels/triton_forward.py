@@ -1,7 +1,7 @@
 """Head-sparse causal attention in Triton: FlashAttention-2 over the selected queries of every head. This is the forward
 pass.
 
-What differs from FlashAttention-2:
+Differences from FlashAttention-2:
 
 1. Rows. A program takes a block of BM *slots* of one head (``moh_lm.kernels.compaction``) and gathers their query rows
    from [s, b, heads, e] inside the kernel; keys and values stay where they are. The grid covers all s slots and each
@@ -15,9 +15,9 @@ What differs from FlashAttention-2:
    with parts of several documents is masked throughout. Without, they are None, and nothing of this is compiled.
 4. Stores. The slots are a permutation of the sequence, so every row of ``out``, dQ and dGates is written once: results
    where the head is selected, zeros elsewhere. No atomics, no filling beforehand, the same bits every time. All of them
-   may be the last heads of a wider tensor, whose first heads somebody else computes: nothing is copied to join the two.
+   may be the last heads of a wider tensor whose first heads are computed elsewhere, so nothing is copied to join them.
 5. Gates. out = g H, and H itself is kept for the backward pass (``moh_lm.kernels.triton_backward``), in slots.
-6. A head dimension that is no power of two is taken in two parts (96 = 64 + 32), not padded.
+6. A head dimension that is not a power of two is processed in two parts (96 = 64 + 32), not padded.
 
 The softmax uses base 2 in fp32 (fp64 for fp64, which only the interpreter runs). ``moh_lm.kernels.triton_attention``
 launches the kernels.
@@ -27,8 +27,8 @@ wanted are positions, and ``seq`` for rows that are not selected. stride_qs, _qb
 the heads of q; stride_k of k and v, stride_g of gates, stride_o of out and of its gradient. What the kernels write are
 the last heads of contiguous tensors with ``width`` heads, query or key/value heads. SCALE = 1 / sqrt(e), SCALE2 = SCALE
 / ln 2, for powers of two; D1 + D2 = e; GROUP query heads share a key/value head. A name that ends in 1 or 2 is the part
-of a matrix in the first D1 or the last D2 columns. WIDE: fp32 or fp64. INDEX: int32, or int64 for tensors that rows of
-32 bits times a stride do not reach: half of the instructions for addresses depend on it.
+of a matrix in the first D1 or the last D2 columns. WIDE: fp32 or fp64. INDEX: int64 for
+tensors too large for 32-bit addresses, else int32, which saves half of the instructions for addresses.
 """
 
 import triton
@@ -37,7 +37,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(matrix, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr):
-    """[len(rows), WIDTH]: columns from FIRST on; if CHECKED, zeros for rows from ``limit`` on. rows: of type INDEX."""
+    """Load columns from FIRST on, [len(rows), WIDTH]. If CHECKED, rows from ``limit`` on are 0. rows: of type INDEX."""
     at = matrix + rows[:, None] * stride + (FIRST + tl.arange(0, WIDTH))[None, :]
     if CHECKED:
         return tl.load(at, mask=(rows < limit)[:, None], other=0.0)
@@ -58,8 +58,8 @@ def dot(a, b, acc):
 
 @triton.jit
 def key_range(position, after, starts, first_slot, BM: tl.constexpr, BN: tl.constexpr):
-    """(count, begin, inner, full, stop) for the slots from ``first_slot`` on: how many slots of the head are selected;
-    keys [inner, full) are visible to all selected rows, the others of [begin, stop) to some. Without a selected row all
+    """Return (count, begin, inner, full, stop) for the slots from ``first_slot`` on. count: selected slots of the head.
+    Keys [inner, full) are visible to all selected rows, the others of [begin, stop) to some. Without a selected row all
     but count are 0."""
     count = tl.load(after)
     some = first_slot < count
@@ -76,8 +76,8 @@ def key_range(position, after, starts, first_slot, BM: tl.constexpr, BN: tl.cons
 
 @triton.jit
 def key_steps(starts, position, begin, inner, full, stop, seq, MASKED: tl.constexpr):
-    """Steps [start, end) over the keys [inner, full), or, MASKED, over the others of [begin, stop), where those before
-    ``inner`` are taken as if they ended at ``full``; and the first key that each row sees."""
+    """Return steps [start, end) over the keys [inner, full), or, MASKED, over the others of [begin, stop), where those
+    before ``inner`` are taken as if they ended at ``full``; and the first key that each row sees."""
     oldest = position
     if MASKED:
         if starts is not None:
@@ -89,7 +89,7 @@ def key_steps(starts, position, begin, inner, full, stop, seq, MASKED: tl.conste
 
 @triton.jit
 def key_block(starts, step, inner, full, BN: tl.constexpr, MASKED: tl.constexpr, INDEX: tl.constexpr):
-    """The keys [BN] of a step of ``key_steps``."""
+    """Return the keys [BN] of a step of ``key_steps``."""
     if MASKED and starts is not None:
         step = tl.where(step < full, step - (full - inner), step)
     return (step + tl.arange(0, BN)).to(INDEX)
@@ -97,7 +97,7 @@ def key_block(starts, step, inner, full, BN: tl.constexpr, MASKED: tl.constexpr,
 
 @triton.jit
 def visible(keys, position, oldest, starts):
-    """Whether rows at ``position`` see ``keys``; ``oldest``: the first that they see, if ``starts``."""
+    """Return whether rows at ``position`` see ``keys``. oldest: the first key that they see, used with ``starts``."""
     if starts is None:
         return position >= keys
     else:
@@ -110,7 +110,7 @@ def attend_keys(
     BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr, INDEX: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [inner, full), or, MASKED, over the others of [begin, stop)."""
+    """Continue the online softmax over the keys [inner, full), or, MASKED, over the others of [begin, stop)."""
     start, end, oldest = key_steps(starts, position, begin, inner, full, stop, seq, MASKED)
     for step in range(start, end, BN):
         keys = key_block(starts, step, inner, full, BN, MASKED, INDEX)
@@ -140,7 +140,7 @@ def forward_kernel(
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """out, H in slots, and log2 of the softmax sums, for BM slots of one head. Grid: (blocks of slots, b * heads)."""
+    """Compute out, H and log2 of the softmax sums for BM slots of a head. Grid: (blocks of slots, b * heads)."""
     first_slot = tl.program_id(0) * BM  # the longest rows first
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // num_heads, bh % num_heads

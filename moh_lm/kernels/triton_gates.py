@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS = 32  # of a program
+ROWS = 32  # rows of a program
 
 
 def differentiate_gates(gradient, context, gates, dcontext, dgates):

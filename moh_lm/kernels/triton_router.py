@@ -22,16 +22,16 @@ from moh_lm.kernels.triton_router_kernels import backward_kernel, finish_kernel,
 
 FORWARD = dict(BT=64, BK=64, num_warps=4, num_stages=4)  # tokens of a block, channels of a step
 BACKWARD = dict(BT=64, BD=64, num_warps=4, num_stages=2)  # tokens of a block, channels of a program
-MANY_SCORES = BACKWARD | dict(BT=32, num_warps=8)  # from 64 scores of a token on, for which there are too few registers
-PARTS = 64  # of dW, at most
+MANY_SCORES = BACKWARD | dict(BT=32, num_warps=8)  # for 64 or more scores per token: registers would not suffice
+PARTS = 64  # largest number of parts of dW
 AT_ONCE = 4096  # numbers that ``finish_kernel`` reads at once
 
 
 def constants(form, numbers, dtype):
-    """Return those of the kernels, which explain them. numbers: G, NS, E, heads of an expert, TWO."""
+    """Return the constants of the kernels, which explain them. numbers: G, NS, E, heads of an expert, TWO."""
     groups, shared, routed, size, two = numbers
     padded = triton.next_power_of_2(groups + two)
-    width = max(2 * two, triton.next_power_of_2(shared + routed), 16 // padded)  # 16: the least of a product
+    width = max(2 * two, triton.next_power_of_2(shared + routed), 16 // padded)  # 16: the smallest side of a product
     return dict(
         FORM=form, G=groups, NS=shared, E=routed, SIZE=size, TWO=two, GP=padded, W=width, RP=padded * width,
         ROWS=groups * (shared + routed) + 2 * two, WIDE=wide_of(dtype),
@@ -47,7 +47,7 @@ def wide_of(dtype):
 
 
 def pointers(w_shared, w_routed, w_type):
-    """Return the weights, with another in the place of each missing one, whose rows no kernel reads."""
+    """Return the weights. Another weight, which no kernel reads, takes the place of each missing one."""
     weights = (w_shared, w_routed, w_type)
     return [next(w for w in (weight, *weights) if w is not None) for weight in weights]
 
@@ -63,7 +63,7 @@ def route(
     [blocks, b, 2 G E + 3].
 
     bias: int32 [G E], to be multiplied by ``rate``, or None. use, replayed: see ``SelectionReplay``, or None. active: K
-    of a group.
+    in a group.
     """
     gates, selected, selection, scores, parts = results = empty_results(x, form, numbers, says_selected)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -95,11 +95,12 @@ def finish(
     parts: torch.Tensor, share: torch.Tensor | None, whole: torch.Tensor | None, tokens: int, micro_batches: int,
     scale: float, factor: float, together: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the loss [], the rows [b, 4 + E] of moh_lm/model/balance.py, and d loss / d P of a token [b, E]; E of all.
+    """Return the loss [], the rows [b, 4 + E] of moh_lm/model/balance.py, and d loss / d P of a token [b, E].
 
-    parts: see ``route``. share: f of Eq. 7 [E], or None for that of each sequence. whole: selections of whole sequences
-    [b, E] where ``parts`` are of slices, or None. tokens: of a sequence. factor: of L_b in the rows; scale: of the
-    loss beyond it, of which each of ``micro_batches`` has its part. together: f and P are of all sequences.
+    parts: see ``route``. share: f of Eq. 7 for all routed experts [E], or None for that of each sequence. whole:
+    selections of whole sequences [b, E] where ``parts`` cover slices, or None. tokens: length of a sequence. factor:
+    multiplies L_b. scale: also multiplies the returned loss, which is divided by ``micro_batches``. together:
+    compute f and P over all sequences.
     """
     loss, rows, slope = results = empty_sums(parts)
     blocks, batch, _ = parts.shape

@@ -1,4 +1,4 @@
-"""The kernels of a router; triton_router.py says what each of them is for and launches them.
+"""The kernels of a router. triton_router.py explains and launches them.
 
 The scores of a token are a matrix [GP, W]: a row for each of the G groups of experts that compete, with its NS shared
 experts before its E routed ones, and a row of two for W_h where TWO is 1. Ordinarily G is 1. GP, W and RP = GP W are
@@ -99,8 +99,8 @@ def load_weights(
 def places(
     G: tl.constexpr, NS: tl.constexpr, E: tl.constexpr, TWO: tl.constexpr, GP: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Return for each score [1, GP, W] its number among routed and among all experts, and whether it is of a shared
-    expert, of a routed one, or of W_h."""
+    """Return for each score [1, GP, W] its number among routed and among all experts, and whether it belongs to a
+    shared expert, to a routed one, or to W_h."""
     g = tl.arange(0, GP)[None, :, None]
     c = tl.arange(0, W)[None, None, :]
     shared = (g < G) & (c < NS)
@@ -127,14 +127,14 @@ def sigmoid(x):
 
 @triton.jit
 def softmax(z, on):
-    """Return the softmax over what is ``on`` in each row; 0 elsewhere."""
+    """Return the softmax over the values that are ``on`` in each row; 0 elsewhere."""
     powers = tl.where(on, tl.exp(z - tl.max(tl.where(on, z, -float("inf")), 2)[:, :, None]), 0.0)
     return tl.where(on, powers / tl.sum(powers, 2)[:, :, None], 0.0)
 
 
 @triton.jit
 def of_selected(gate, on, shared, routed, NS: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr):
-    """Return gates before the stages, 0 of routed experts that are not ``on``."""
+    """Return gates before the second stage, 0 for routed experts that are not ``on``."""
     if FORM == "paper_scaled":
         gate = gate * tl.where(shared, NS, E)
     chosen = gate * on
@@ -167,7 +167,7 @@ def finish_kernel(
     real = (b < batch)[:, None] & (e < E)[None, :]
     p = tl.zeros([BP, EP], WIDE)
     f = tl.zeros([BP, EP], WIDE)
-    others = tl.zeros([BP, 4], WIDE)  # sums of gates, of squares, of a1
+    others = tl.zeros([BP, 4], WIDE)  # sums of gates, their squares, and a1
     i = tl.arange(0, 4)
     for start in range(0, blocks, STEP):
         block = start + tl.arange(0, STEP)[:, None, None]
@@ -202,7 +202,7 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute dx of BD channels, and their dW of ``tiles`` blocks of BT tokens. Grid: (parts, channels / BD).
 
-    The gradients of the scores are computed again for each block of channels: RP numbers a token, out of the cache."""
+    The gradients of the scores are recomputed for each block of channels, from RP cached numbers per token."""
     k = tl.program_id(1) * BD + tl.arange(0, BD)
     expert, head, shared, routed, types = places(G, NS, E, TWO, GP, W)
     w = load_weights(ws, wr, wt, k, d, G, NS, E, W, RP, ROWS)

@@ -11,7 +11,7 @@ dimension.
 
 from torch import nn
 
-from moh_lm.parallel.layers import ColumnParallelLinear, KeyValueParallelLinear, RMSNorm, RowParallelLinear
+from moh_lm.parallel.layers import ColumnParallelLinear, KeyValueParallelLinear, RMSNorm, RowParallelLinear, separate
 from moh_lm.parallel.mappings import gather_sequence
 
 
@@ -22,12 +22,16 @@ class Attention(nn.Module):
     after the queries are computed (``forward``), or scale the outputs of heads (``output``).
     """
 
-    def __init__(self, config, heads, router, core_attention, positions, init_std, output_std):
-        """config: ``ModelConfig`` of the layer. heads: ``HeadPartition``. positions: ``RotaryPositions``."""
+    def __init__(
+        self, config, heads, router, core_attention, positions, init_std, output_std, products=separate
+    ):  # fmt: skip
+        """config: ``ModelConfig`` of the layer. heads: ``HeadPartition``. positions: ``RotaryPositions``. products:
+        ``separate`` or ``joined``, by which queries, keys and values are projected."""
         super().__init__()
         self.head_dim, self.group = config.head_dim, heads.group
         self.make_projections(config, heads, init_std, output_std)
         self.router, self.core_attention, self.positions = router, core_attention, positions
+        self.products = products
 
     def make_projections(self, config, heads, init_std, output_std):
         """Create the weights of queries, keys, values and outputs."""
@@ -64,6 +68,6 @@ class Attention(nn.Module):
 
         Keys are already normalised and rotated, queries not yet. table: from ``RotaryPositions.table``.
         """
-        key, value = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
-        key = self.positions.key(self.k_norm(key), table)
-        return self.q_proj(x).unflatten(-1, (-1, self.head_dim)), key, value
+        products = self.products(x, self.k_proj, self.v_proj, self.q_proj)
+        key, value, query = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        return query, self.positions.key(self.k_norm(key), table), value

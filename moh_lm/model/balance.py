@@ -57,9 +57,9 @@ def make_rows(losses, a1, gates, selections, copies):
 
 
 class MicroBatchParts:
-    """What the micro-batches of a step add about their sequences, [b, ...] each, kept until it is taken.
+    """Per-sequence tensors [b, ...] that the micro-batches of a step add, kept until they are taken.
 
-    Backward passes add it, since they run once per micro-batch, in order, even if activations are recomputed.
+    Backward passes add them, since they run once per micro-batch, in order, even if activations are recomputed.
     """
 
     def __init__(self):

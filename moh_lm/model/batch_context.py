@@ -31,11 +31,11 @@ class RouterInputs(NamedTuple):
 
 
 class BatchContext:
-    """Shared by the layers of a stage.
+    """The context of the current micro-batch, shared by the layers of a stage.
 
     mask: ``AttentionMask`` of the documents, or None. positions: int64 [b, s], the position of each token in its
-    document, or None. samples: see ``RouterInputs``. makes_masks: whether a layer computes densely, so that one mask of
-    [s, s] is made for all of them.
+    document, or None. samples: see ``RouterInputs``. makes_masks: whether any layer computes attention densely, so that
+    one mask [s, s] is made for all layers.
     """
 
     def __init__(self, makes_masks=True):
@@ -53,7 +53,7 @@ class BatchContext:
         self.waiting.extend(zip(positions, samples or [None] * len(positions), strict=True))
 
     def following(self):
-        """Take the positions and samples of the next micro-batch from those that wait; (None, None) if none does."""
+        """Return the positions and samples of the next queued micro-batch, or (None, None) if none is queued."""
         return self.waiting.popleft() if self.waiting else (None, None)
 
     def advance(self, device):
@@ -70,7 +70,7 @@ class BatchContext:
         self.dense_warmup, self.micro_batches = dense_warmup, micro_batches
 
     def kind(self):
-        """Return what Python decides about the passes of a step; all else that changes does so inside its tensor."""
+        """Return the Python values that decide how a step's passes run; all other changes happen inside tensors."""
         return self.dense_warmup, self.micro_batches
 
     def set_shares(self, shares):

@@ -8,7 +8,7 @@ which K are selected:
                    routed  g_i = a2 softmax(W_r x_t)_i for the K largest, else 0             (Eq. 5)
                    [a1, a2] = softmax(W_h x_t)                                               (Eq. 6)
     paper_scaled   the same, times 2 n_s and 2 E: every gate is 1 where the scores are equal
-    released       of the authors' vision code: routed gates divided by their sum over the selected experts and
+    released       as in the authors' vision code: routed gates are divided by their sum over the selected experts and
                    multiplied by K, shared ones by n_s, [a1, a2] by 2
     sigmoid        g_i = 2 sigmoid(s_i) for shared and selected experts; no competition, no second stage. W_s begins
                    with zeros, so that these gates begin with exactly 1. With all heads shared it is the head-wise gate
@@ -19,9 +19,9 @@ which K are selected:
                    sigmoid. W_r is drawn so that the gates of selected experts begin with 1 on average. L_b is the L1
                    norm of the gates, weighed by the load, and its coefficient steers the mean number of selected
                    experts to K (ReMoE, Wang et al. 2024, arXiv 2412.14711; moh_lm/training/step_sums.py)
-    query_norm     of the authors' MoH-LLaMA3: no weights. The score is the norm of the expert's query before rotary
-                   over the deviation of these norms. A gate is 1 forward (the quantiser, Eq. 9) and has the gradient
-                   of the softmax of the scores (the straight-through estimator, Eq. 10)
+    query_norm     as in the authors' MoH-LLaMA3, without weights. The score is the norm of the expert's query before
+                   rotary, divided by the deviation of these norms. A gate is 1 forward (the quantiser, Eq. 9) and has
+                   the gradient of the softmax of the scores (the straight-through estimator, Eq. 10)
 
 A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
 moh_lm/config/heads.py, and give it its formula in float64 in tests/reference.py. Exports carry a copy of this file as

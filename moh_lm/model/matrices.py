@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
+NEWTON_SCHULZ_STEPS = 5  # the default of torch.optim.Muon
 
 
 def is_block_matrix(name):

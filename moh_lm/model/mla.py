@@ -3,7 +3,7 @@ computed from one short vector. A cache keeps only this vector and one key that 
 
     c = RMSNorm(W_DKV x)                        the latent, of kv_lora_rank features
     k_i = [rotated W_KR x; W_UK_i c]            the first part is the same for all heads, qk_rope_head_dim features
-    q_i = [rotated W_QR_i x; W_UQ_i x]          with q_lora_rank of RMSNorm(W_DQ x) in place of x
+    q_i = [rotated W_QR_i x; W_UQ_i x]          with q_lora_rank, RMSNorm(W_DQ x) takes the place of x
     v_i = W_UV_i c
     H_i = softmax(q_i k_i^T / sqrt(e + qk_rope_head_dim)) v_i
 

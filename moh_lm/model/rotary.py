@@ -2,7 +2,7 @@
 
     default   f_i = theta^(-2i/e)
     linear    f_i / factor: positions are packed closer (Chen et al. 2023)
-    llama3    of LLaMA 3.1, by the wavelength w = 2 pi / f_i against the original length L:
+    llama3    as in LLaMA 3.1: compares the wavelength w = 2 pi / f_i with the original length L:
               f_i                     if w < L / high_freq_factor
               f_i / factor            if w > L / low_freq_factor
               in between              (1 - r) f_i / factor + r f_i,  r = (L/w - low) / (high - low)
@@ -11,9 +11,9 @@
               (1 - r) f_i + r f_i / factor,  r = (i - floor c(32)) / (ceil c(1) - floor c(32)), between 0 and 1;
               cos and sin are multiplied by 0.1 ln(factor) + 1, and so the scores by its square
 
-With --rotary-fraction the first features of a head turn, as if they were all of it (e above), and the others stay. In
-layers whose --position is another than rotary, none turns. Exports carry a copy of this file as moh_rotary.py, so it
-imports nothing but torch and the standard library.
+With --rotary-fraction only the first features of a head are rotated, as if they were the whole head (e above). Layers
+whose --position is not rotary rotate none. Exports carry a copy of this file as moh_rotary.py, so it imports nothing
+but torch and the standard library.
 
 Shapes: s sequence, b batch, e head dimension.
 """
@@ -35,7 +35,7 @@ NEEDS = {  # type -> the fields of ``Rotary`` that it needs besides theta
 class Rotary(NamedTuple):
     """The position encoding of a layer: how queries and keys are rotated at each position.
 
-    Fields are those of ``ModelConfig`` without the prefix ``rope_``. head_dim: number of leading features that turn.
+    Fields are those of ``ModelConfig`` without the prefix ``rope_``. head_dim: number of rotated leading features.
     """
 
     head_dim: int
@@ -117,7 +117,7 @@ def kept_table(seq_length, rotary, dtype, device):
 
 
 def rotate(x, table):
-    """Turn the features of every head. x: [s, b, heads, e]; table: ``rotary_table``."""
+    """Rotate the features of every head. x: [s, b, heads, e]; table: ``rotary_table``."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -117,7 +117,7 @@ class Gates(nn.Module):
         self.copies = group_size(group) if self.form.reads_queries else 1  # of each token's row, one on each tp rank
         self.width = options.gate_width or config.hidden_size
         weights = self.form.weights(init_std, self.width)
-        if "w_type" in weights:  # two scores at every width, of all heads together: an output of width transfer
+        if "w_type" in weights:  # two scores at every width: width transfer treats them as an output
             weights["w_type"] = (2, init_std * math.sqrt(config.width_ratio))
         for name in WEIGHTS:
             rows, deviation = weights.get(name, (0, None))
@@ -226,7 +226,7 @@ class HeadRouter(Gates):
         return self.products(x, weight).split(rows, dim=-1)
 
     def ranking(self, scores, probability, samples):
-        """Return what experts are selected by, [s/tp, b, E]: noisy scores, or affinities with their bias."""
+        """Return the values that rank the experts, [s/tp, b, E]: noisy scores, or affinities with their bias."""
         scores, probability = scores.detach(), probability.detach()
         if self.noise is not None and self.training and samples is not None:
             scores = scores + self.noise.draw(samples, self.first_slice * scores.shape[0], scores)
@@ -308,12 +308,12 @@ def select(scores, k, top_p=None, in_bf16=False):
         expert = torch.arange(scores.shape[-1], device=scores.device)
         return (best.unsqueeze(-1) == expert).any(-2).to(scores.dtype)
     if k == 1 and top_p is None:
-        first = scores.argmax(-1, keepdim=True)  # of the largest
+        first = scores.argmax(-1, keepdim=True)  # the lowest index of the largest score
         return (first == torch.arange(scores.shape[-1], device=scores.device)).to(scores.dtype)
     order, ones = scores.sort(dim=-1, descending=True, stable=True).indices, 1.0
     if top_p is not None:
         probability = scores.softmax(-1).gather(-1, order[..., :k])
-        before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # of the larger scores; 0 for the largest
+        before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # sum over the larger scores; 0 for the largest
         ones = (before < top_p).to(scores.dtype)
     if torch.compiler.is_compiling():  # inductor of torch 2.13 lets a reader of a scatter, like a replay, run before it
         k = k if top_p is None else ones.sum(-1, keepdim=True)

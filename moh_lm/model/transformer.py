@@ -1,7 +1,7 @@
 """The decoder: embedding, L blocks of (RMSNorm, MoH attention, RMSNorm, SwiGLU) with residuals, RMSNorm, output head.
 
-Its shape is LLaMA's. Parameters have the names of Hugging Face's LLaMA, so an export needs no map of names. Every layer
-takes the tensor-parallel group, which is None on one rank. Activations between layers are [s/tp, b, d].
+The architecture is LLaMA's. Parameters have the names of Hugging Face's LLaMA, so an export needs no map of names.
+Every layer takes the tensor-parallel group, which is None on one rank. Activations between layers are [s/tp, b, d].
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from moh_lm.parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     even_partition,
+    separate,
 )
 from moh_lm.parallel.mappings import gather_sequence
 
@@ -32,9 +33,9 @@ def init_stds(config):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), columns split over the ranks."""
+    """SwiGLU: down(silu(gate(x)) * up(x)), columns split over the ranks. products: see ``Attention``."""
 
-    def __init__(self, config, init_std, output_std, group):
+    def __init__(self, config, init_std, output_std, group, products=separate):
         super().__init__()
         d, inner = config.hidden_size, config.intermediate_size
         columns = even_partition(0, inner, group) if group is not None else None
@@ -42,20 +43,22 @@ class MLP(nn.Module):
         self.gate_proj = ColumnParallelLinear(d, inner, init_std, columns)
         self.up_proj = ColumnParallelLinear(d, inner, init_std, columns)
         self.down_proj = RowParallelLinear(inner, d, output_std, rows, group)
-        self.group = group
+        self.group, self.products = group, products
 
     def forward(self, x):
         x = gather_sequence(x, self.group)  # [s, b, d]
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [s/tp, b, d]
+        gate, up = self.products(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)  # [s/tp, b, d]
 
 
 class DecoderLayer(RoutedBlock):
     """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)); with --post-norm x + RMSNorm(Attention(x)) and so on.
 
-    make_attention: a function without arguments that returns the ``Attention``; see moh_lm/build.py.
+    make_attention: a function without arguments that returns the ``Attention``; see moh_lm/build.py. products: of the
+    MLP; see there.
     """
 
-    def __init__(self, config, layer_index, batch, make_attention, recompute=False, group=None):
+    def __init__(self, config, layer_index, batch, make_attention, recompute=False, group=None, products=separate):
         super().__init__(layer_index, batch, recompute)
         init_std, output_std = init_stds(config)
         d, eps = config.hidden_size, config.rms_norm_eps
@@ -63,7 +66,7 @@ class DecoderLayer(RoutedBlock):
         self.input_layernorm = nn.Identity() if self.post_norm else RMSNorm(d, eps, group)
         self.self_attn = make_attention()
         self.post_attention_layernorm = RMSNorm(d, eps, group)
-        self.mlp = MLP(config, init_std, output_std, group)
+        self.mlp = MLP(config, init_std, output_std, group, products)
         if self.post_norm:
             self.post_feedforward_layernorm = RMSNorm(d, eps, group)
 
@@ -128,7 +131,7 @@ class WholeModel(nn.Module):
     """What the engine needs from a model on one pipeline stage besides its forward pass."""
 
     def initialize(self, seed):
-        """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
+        """Draw every parameter from a generator seeded with (seed, name): the same whole matrix in every layout."""
         initialize(self.named_parameters(), seed)
 
     def tied_parameters(self):

@@ -1,7 +1,7 @@
 """Sums over the steps of a log interval, which become means when it ends.
 
 The sums are part of a checkpoint, so that an interval in which a run was stopped and resumed reads like any other.
-Times belong to one process: after a resume they cover only the steps since.
+Times belong to one process: after a resume they cover only the later steps.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch
 from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
 
-PARTS = ("data", "forward_backward", "optimizer", "save")  # of the time of a step
-COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # in a checkpoint, beside both sums
+PARTS = ("data", "forward_backward", "optimizer", "save")  # parts of the time of a step
+COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # stored in a checkpoint beside both sums
 
 
 class MetricsAccumulator:
@@ -34,11 +34,11 @@ class MetricsAccumulator:
         self.losses.zero_()
         self.routers.zero_()
         self.skipped_steps = 0
-        self.tokens = 0  # in the steps that were not skipped, also those that have no label
-        self.skipped_sequences = [0] * len(self.names)  # of each source in steps that were skipped
+        self.tokens = 0  # tokens of steps that were not skipped, with or without a label
+        self.skipped_sequences = [0] * len(self.names)  # of each source in skipped steps
         self.not_finite = {}  # {source: steps that were skipped because of it}
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.own_seconds = 0.0  # of this rank, see moh_lm.monitor.ranks
+        self.own_seconds = 0.0  # this rank's own work; see moh_lm.monitor.ranks
         self.timed_steps = self.timed_tokens = 0
 
     def add(self, result, data_seconds, tokens, not_finite=(), forward_seconds=0.0):
@@ -62,12 +62,12 @@ class MetricsAccumulator:
         self.timed_tokens += tokens
 
     def began(self, step, config):
-        """The number of iterations before the interval, if it ends after ``step`` in a run with this ``config``."""
+        """Return the number of iterations before the interval that ends after ``step``, if ``config`` is the run's."""
         samples = self.tokens // config.seq_length + round(sum(self.skipped_sequences))
         return config.run.iterations(config.run.samples_after(step) - samples)
 
     def tokens_per_second(self):
-        """Tokens per second of all ranks together, not counting the time of saves and evaluations."""
+        """Return the tokens per second of all ranks together, without the time of saves and evaluations."""
         return ratio(self.timed_tokens, sum(self.seconds.values()) - self.seconds["save"])
 
     def seconds_per_step(self):
@@ -77,22 +77,22 @@ class MetricsAccumulator:
         return ratio(self.own_seconds, self.timed_steps)
 
     def loss(self):
-        """Mean training loss per token."""
+        """Return the mean training loss per token."""
         return ratio(*self.losses.sum(0).tolist()[:2])
 
     def source_losses(self):
-        """Mean training loss per token of every source that was seen."""
+        """Return the mean training loss per token of every source that was seen."""
         rows = zip(self.names, self.losses.tolist(), strict=True)
         return {name: total / tokens for name, (total, tokens, _) in rows if tokens}
 
     def sequences(self):
-        """{source: number of its sequences in all steps, including skipped ones}."""
+        """Return {source: number of its sequences in all steps, including skipped ones}."""
         rows = zip(self.names, self.losses[:, 2].tolist(), self.skipped_sequences, strict=True)
         return {name: seen + skipped for name, seen, skipped in rows}
 
     def head_figures(self, high, parallel):
-        """``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if some
-        sums are unknown."""
+        """Return ``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if
+        some sums are unknown."""
         if not self.layers or not self.tokens or self.routers.isnan().all():
             return None
         sequences = self.losses[:, 2].tolist()
@@ -101,7 +101,7 @@ class MetricsAccumulator:
         return head_figures(self.layers, sums, self.names, sequences, length, high, parallel)
 
     def state(self):
-        """The sums as a JSON-able object; ``restore`` reads it."""
+        """Return the sums as a JSON-able object; ``restore`` reads it."""
         sums = {"losses": self.losses.tolist(), "routers": self.routers.tolist()}
         return sums | {name: getattr(self, name) for name in COUNTED}
 

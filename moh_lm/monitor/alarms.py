@@ -2,11 +2,11 @@
 
 docs/monitoring.md says when each of them fires. A running median covers the last ``WINDOW`` intervals in which the
 alarm's condition did not hold, and is used once there are ``ENOUGH`` of them. Checkpoints record which alarms have
-fired, so a resumed run does not fire them again. People read the lines of ``Announcer``, of which there are fewer than
+fired, so a resumed run does not fire them again. The lines of ``Announcer``, which people read, are fewer than the
 events.
 
-The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
-of every prefix within less than one of its share.
+A source with the share w has a sample among any m consecutive samples with m w >= 2, because moh_lm.data.mixture keeps
+its count in every prefix within less than one sample of its share.
 """
 
 import math
@@ -17,10 +17,10 @@ from moh_lm.monitor.ranks import slowest_rank
 from moh_lm.units import listing
 
 WINDOW, ENOUGH = 50, 5
-AGAIN = 10  # intervals after a line about a kind of alarm in which there is no other
+AGAIN = 10  # intervals without another line after one about a kind of alarm
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
 DRIFT, SLOW_RANK = "gate drift", "slow rank"
-PLACES = {SOURCE: "source", SLOW_RANK: "rank"}  # of kinds that are not about a layer
+PLACES = {SOURCE: "source", SLOW_RANK: "rank"}  # for kinds that are not about a layer
 
 
 class Alarms:
@@ -41,7 +41,7 @@ class Alarms:
         self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
 
     def check(self, accumulator, figures, ranks=()):
-        """[facts for the event log] of the alarms that begin or end with an interval.
+        """Return [facts for the event log] of the alarms that begin or end with an interval.
 
         accumulator: ``MetricsAccumulator`` of the interval. figures: its ``head_figures``, or None. ranks: result of
         ``rank_figures``.
@@ -56,7 +56,7 @@ class Alarms:
             held.update(self.unbalanced(figures))
             held.update(self.drifted(figures))
             known |= {COLLAPSE, BALANCE, DRIFT}
-        # Of what this interval knows nothing about, all stays as it was.
+        # Alarms about which this interval has no information stay as they were.
         unknown = {condition: number for condition, number in self.streaks.items() if condition[0] not in known}
         self.streaks = unknown | {condition: self.streaks.get(condition, 0) + 1 for condition in held}
         for condition in self.firing:
@@ -80,7 +80,7 @@ class Alarms:
             if fair > ALWAYS:
                 continue  # every head is selected by every token, or nearly so
             for number, load in zip(layer.routed_numbers, loads, strict=True):
-                dead = low and load == 0  # also where all heads of a layer are, with --routing relu
+                dead = low and load == 0  # even if all heads of a layer are, with --routing relu
                 if dead or load < low * fair or load > high_load(fair, high):
                     text = f"{layer.unit} {number} is selected by {load:.1%} of the tokens; fair is {fair:.1%}"
                     yield (COLLAPSE, layer.index, number), text
@@ -114,12 +114,12 @@ class Alarms:
         limit = self.settings.alarm_slow_rank
         slowest = slowest_rank(ranks) if ranks and limit else None
         if slowest and slowest.seconds > limit * slowest.median:
-            text = f"{slowest.seconds:.3g} s per step of its own work, the median of ranks like it {slowest.median:.3g}"
+            text = f"{slowest.seconds:.3g} s of own work per step; the median of ranks like it is {slowest.median:.3g}"
             yield (SLOW_RANK, slowest.rank, None), text
 
     def beyond(self, key, value, low, high):
-        """The running median if ``value`` is below ``low`` or above ``high`` times it. Otherwise None, and ``value``
-        enters the median.
+        """Return the running median if ``value`` is below ``low`` or above ``high`` times it. Otherwise return None,
+        and ``value`` enters the median.
 
         low, high: 0 for no limit.
         """
@@ -153,7 +153,7 @@ class Alarms:
             yield (SOURCE, name, None), text
 
     def state(self):
-        """The alarms' state as a JSON-able object; ``restore`` reads it."""
+        """Return the alarms' state as a JSON-able object; ``restore`` reads it."""
         return {
             "streaks": [[*condition, number] for condition, number in self.streaks.items()],
             "ringing": [[*condition, number] for condition, number in self.firing.items()],
@@ -166,7 +166,7 @@ class Alarms:
         self.streaks = {tuple(condition): number for *condition, number in state["streaks"]}
         self.firing = {tuple(condition): number for *condition, number in state["ringing"]}
         self.history = {tuple(key): values for *key, values in state["history"]}
-        self.forget(SLOW_RANK)  # other devices may have these numbers now
+        self.forget(SLOW_RANK)  # rank numbers may belong to other devices now
         if same_data:
             self.unseen = dict(state["unseen"])
         else:
@@ -180,7 +180,7 @@ class Alarms:
 
 
 def grouped(event, conditions, details, unit):
-    """One object of facts for all ``conditions`` of a kind and place. ``details``: {condition: text about it}.
+    """Return one object of facts for all ``conditions`` of a kind and place. ``details``: {condition: text about it}.
 
     unit: what an expert is called.
     """
@@ -200,7 +200,7 @@ def grouped(event, conditions, details, unit):
 
 
 class Announcer:
-    """Lines about alarms for a person: one for all of a kind that begin together, and one for those that end together.
+    """Makes lines about alarms for people: one for all of a kind that begin together, and one for those that end.
 
     After a line a kind is silent for ``AGAIN`` intervals; its next line covers everything that happened meanwhile.
     """
@@ -210,7 +210,7 @@ class Announcer:
         self.silent = {}  # {kind: intervals left}
 
     def lines(self, found):
-        """The lines of an interval. found: result of ``Alarms.check``."""
+        """Return the lines of an interval. found: result of ``Alarms.check``."""
         for facts in found:
             self.waiting.setdefault(facts["alarm"], []).append(facts)
         self.silent = {kind: left - 1 for kind, left in self.silent.items() if left > 1}
@@ -220,11 +220,11 @@ class Announcer:
 
 
 def announced(kind, waiting):
-    """Lines for the ``waiting`` facts: one for alarms that begin, one for those that end, the latest event last."""
+    """Return lines for the ``waiting`` facts: one for alarms that begin and one for those that end, in time order."""
     latest_first = list(dict.fromkeys(facts["event"] for facts in reversed(waiting)))
     for event in reversed(latest_first):
         same = [facts for facts in waiting if facts["event"] == event]
-        word = "note" if (kind, event) == (THROUGHPUT, "alarm") else event  # a busy machine spoils no result
+        word = "note" if (kind, event) == (THROUGHPUT, "alarm") else event  # a busy machine does not affect results
         what = PLACES.get(kind, "layer")
         places = list(dict.fromkeys(facts.get(what) for facts in same))
         said = same[-1]["details"]
@@ -235,7 +235,7 @@ def announced(kind, waiting):
 
 
 def where(kind, places):
-    """Such as " in layer 3"; a source and a rank are named alone."""
+    """Return a place such as " in layer 3"; a source and a rank are named alone."""
     if places == [None]:
         return ""
     layers = "" if kind in PLACES else " in layer" + "s" * (len(places) > 1)

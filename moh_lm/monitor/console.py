@@ -12,13 +12,13 @@ from tqdm import tqdm
 from moh_lm.cli.output import Output
 
 QUIET_S = 10  # seconds without a line, after which a bar shows that the run is alive
-CODES = {"head": "2", "result": "1", "warning": "33"}  # of ANSI terminals: faint, bold, yellow
+CODES = {"head": "2", "result": "1", "warning": "33"}  # ANSI codes for faint, bold, yellow
 
 
 def styled(text, style):
-    """``text`` in the colour of ``style``, a key of ``CODES``, if standard output is a terminal that has colours.
+    """Return ``text`` in the colour of ``style``, a key of ``CODES``, if standard output is a terminal with colours.
 
-    NO_COLOR (no-color.org), if it is not empty, leaves them out.
+    A NO_COLOR variable (no-color.org) that is not empty turns colours off.
     """
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if plain else f"\x1b[{CODES[style]}m{text}\x1b[0m"

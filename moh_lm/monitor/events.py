@@ -1,6 +1,6 @@
 """events.jsonl, the record of what happened to a run besides its steps, and files of rows that survive a full disk.
 
-One object per event: "time" (UTC), "event", "step", and facts. Events: import, started, saved, resumed, damaged,
+Each event is one object: "time" (UTC), "event", "step", and facts. Events: import, started, saved, resumed, damaged,
 skipped, spike, stopped, complete, failed, after-save failed, data changed, routing changed, loss changed, training
 changed, dense warm-up over, alarm, alarm over. Lines are only ever added, so the file also remembers that there once
 were checkpoints.
@@ -22,7 +22,7 @@ WARNINGS = ("alarm", "damaged", "failed", "skipped", "spike")  # events that a t
 
 
 class Rows:
-    """A file of JSON objects, one per line. ``add`` appends whole lines; if it cannot, it tries again with the next
+    """A file of JSON objects, one per line. ``add`` appends whole lines; if it fails, it tries again with the next
     ones."""
 
     def __init__(self, path):
@@ -34,7 +34,7 @@ class Rows:
         try:
             with open(self.path, "ab+", buffering=0) as file:
                 end = file.tell()
-                is_cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # by a crash: that line stays alone
+                is_cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # by a crash: it stays alone
                 left = memoryview(b"\n" * is_cut + self.waiting)
                 try:
                     while left:
@@ -49,7 +49,7 @@ class Rows:
 
 
 def complete_rows(path):
-    """[(line, object)] of a file of ``Rows`` with steps; empty if the file is missing. Lines that a crash cut off are
+    """Return [(line, object)] of a file of ``Rows`` with steps, empty if it is missing. Lines cut off by a crash are
     left out."""
     found, lines = [], []
     with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=open_at_once) as file:
@@ -78,5 +78,5 @@ class EventLog:
             print(styled(text, "warning") if event in WARNINGS else text, flush=True)
 
     def last(self, event):
-        """The last ``event`` in the file, or None."""
+        """Return the last ``event`` in the file, or None."""
         return next((row for _, row in reversed(complete_rows(self.rows.path)) if row.get("event") == event), None)

@@ -9,17 +9,17 @@ import numpy as np
 
 from moh_lm.model.balance import A1, BALANCE, COUNTS, GATES, SQUARES, row_width
 
-ALWAYS = 0.95  # a load that no token's choice explains any more, where all but few heads are active
+ALWAYS = 0.95  # such a load is suspicious even where all but few heads are active
 
 
 def high_load(fair, high):
-    """The load above which a head is overused: ``high`` times the ``fair`` load, at most ``ALWAYS``; 0: no limit."""
+    """Return the load above which a head is overused, ``high`` times ``fair`` but at most ``ALWAYS``; 0: no limit."""
     return min(high * fair, ALWAYS) if high else math.inf
 
 
-@np.errstate(invalid="ignore")  # what has no value, as the mean gate where all heads are left out, is not a number
+@np.errstate(invalid="ignore")  # undefined values, such as the mean gate if no head is used, become NaN
 def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
-    """{"layer": [number of each layer], "load": [[E] of each], "entropy", ..., "source_load"}.
+    """Return {"layer": [number of each layer], "load": [[E] of each], "entropy", ..., "source_load"}.
 
     layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)] float64, the sums of ``RouterStatistics``. sequences:
     [sources], the number of sequences in these sums, each of ``seq_length`` tokens. ``load_evenness`` and balance_loss
@@ -33,7 +33,7 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
         length = seq_length / layer.stride
         tokens = sum(sequences) * length
         load = counts / tokens
-        in_use = tokens * layer.num_shared + counts.sum()  # gates that are not those of heads left out
+        in_use = tokens * layer.num_shared + counts.sum()  # gates of heads in use
         found = {
             "load": load.tolist(),
             **load_evenness(layer, counts, load, high, parallel),
@@ -56,7 +56,7 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
 
 
 def load_evenness(layer, counts, load, high, parallel):
-    """How evenly the routed heads of a layer are used; None for a layer without any. counts, load: [E].
+    """Return metrics of how evenly a layer uses its routed heads, or None if it has none. counts, load: [E].
 
     tensor_parallel_imbalance and context_parallel_imbalance exist only with several such ranks.
     """

@@ -7,17 +7,17 @@ of the run report (matplotlib's cividis). Heads that no router chooses are grey.
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-CIVIDIS = ((0, 34, 78), (67, 78, 108), (125, 124, 120), (188, 174, 108), (254, 232, 56))  # at 0, 25, ... 100%
+CIVIDIS = ((0, 34, 78), (67, 78, 108), (125, 124, 120), (188, 174, 108), (254, 232, 56))  # colours at 0, 25, ... 100%
 ALWAYS = (204, 204, 204)
-CELL, LEFT, TOP = 18, 56, 18  # pixels: of a head, and the room for the names of layers and heads
+CELL, LEFT, TOP = 18, 56, 18  # pixels for a head, and for the names of layers and heads
 SCALE = "share of tokens: 0%", "100%", "always on"
 
 
 def head_map(layers, loads, num_layers, num_heads):
-    """uint8 [height, width, 3]. layers: ``RoutedLayer``s. loads: [[E] of each of them], shares of the tokens."""
+    """Draw the map, uint8 [height, width, 3]. layers: ``RoutedLayer``s. loads: [[E] of each], shares of the tokens."""
     cells = np.full((num_layers, num_heads, 3), ALWAYS, dtype=np.uint8)
     for layer, load in zip(layers, loads, strict=True):
-        cells[layer.index, layer.num_shared + layer.num_routed :] = 255  # of layers with more heads
+        cells[layer.index, layer.num_shared + layer.num_routed :] = 255  # columns that only layers with more heads have
         cells[layer.index, layer.routed_numbers] = colours(np.asarray(load))
     bottom = TOP + num_layers * CELL
     picture = np.full((bottom + 2 * CELL, max(LEFT + num_heads * CELL, 330), 3), 255, dtype=np.uint8)
@@ -37,6 +37,6 @@ def head_map(layers, loads, num_layers, num_heads):
 
 
 def colours(loads):
-    """uint8 [..., 3]."""
+    """Map loads to colours, uint8 [..., 3]."""
     found = [np.interp(loads, np.linspace(0, 1, len(CIVIDIS)), values) for values in zip(*CIVIDIS, strict=True)]
     return np.stack(found, axis=-1).round().astype(np.uint8)

@@ -1,4 +1,4 @@
-"""What a run reports: config.json, a console line per interval, metrics.jsonl, TensorBoard, Weights & Biases.
+"""Writes what a run reports: config.json, a console line per interval, metrics.jsonl, TensorBoard, Weights & Biases.
 
 Rank 0 writes; a resumed run first drops rows that were written after its checkpoint. docs/monitoring.md has every
 metric with its formula. TensorBoard sorts tags by name, and their names put the loss first.
@@ -23,7 +23,7 @@ SHOWN_HEADS = (
 
 
 class RunLog:
-    """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Writers``.
+    """The log of rank 0: console, ``directory``/metrics.jsonl, and ``Writers``.
 
     first_step: iterations done when the run starts or resumes; rows of later ones are dropped.
     """
@@ -64,7 +64,7 @@ class RunLog:
         print("\n".join(self.lines(record)), flush=True)
 
     def head_maps(self, figures, step):
-        """A picture of all layers and heads for the whole mix, and for each source."""
+        """Log a picture of all layers and heads for the whole mix, and for each source."""
         if figures and any(figures["load"]):
             columns = max(self.model.head_counts) // self.model.heads_per_expert
             sources = {f"routed_heads_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
@@ -73,7 +73,7 @@ class RunLog:
                 self.writers.picture(tag, picture, step)
 
     def lines(self, record):
-        """The console's line of an interval; the first and every 20th line come below the names of the columns."""
+        """Return the console's line of an interval, below the names of the columns in the first and every 20th."""
         step, mfu = record["step"], record["runtime"]["mfu"]
         first, done, last = map(self.run.samples_after, (self.first_step, step, self.train_iters))
         left = (time.perf_counter() - self.started) / (done - first) * (last - done)
@@ -156,8 +156,8 @@ class RunLog:
 
 
 def head_scalars(model, figures, with_loads):
-    """{TensorBoard's tag: value} of ``head_figures``: metrics of each layer, and with ``with_loads`` the load of each
-    head."""
+    """Return {TensorBoard's tag: value} of ``head_figures``: metrics of each layer, and with ``with_loads`` the load of
+    each head."""
     found = {}
     for place, layer in enumerate(model.gated_layers() if figures else ()):
         tag = f"routed_heads/layer_{layer.index:02d}"

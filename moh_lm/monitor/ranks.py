@@ -1,4 +1,4 @@
-"""What each rank reports about a log interval: its waits for data, its memory, and the time of its own work.
+"""Measures each rank in a log interval: its waits for data, its memory, and the time of its own work.
 
 All ranks end a step together, so the time of a step never shows which of them is slow. A rank's own work is its wait
 for data and its forward passes, in which ranks with other samples do not wait for one another. Forward passes include
@@ -27,8 +27,8 @@ class RankFigures(NamedTuple):
 
 
 class SlowestRank(NamedTuple):
-    """The rank whose own work takes longest relative to its stage. seconds: its time per step. median: that of its
-    stage."""
+    """The rank whose own work takes longest relative to its stage. seconds: its time per step. median: the stage's
+    median."""
 
     rank: int
     seconds: float
@@ -36,14 +36,14 @@ class SlowestRank(NamedTuple):
 
 
 class ForwardTimer:
-    """The time that the forward passes of ``model`` in training take on the device.
+    """Measures the time that forward passes of ``model`` in training take on the device.
 
     On a GPU, events mark their beginning and end; ``take`` reads them after the step has waited for the device anyway.
     """
 
     def __init__(self, model, device):
         self.device = device
-        self.marks = []  # begin and end of each pass in turn
+        self.marks = []  # beginning and end of each pass in turn
         model.register_forward_pre_hook(lambda module, *_: self.mark(module))
         model.register_forward_hook(lambda module, *_: self.mark(module))
 
@@ -59,7 +59,7 @@ class ForwardTimer:
         return event
 
     def take(self):
-        """Seconds of the passes since the last call. The device has completed their work."""
+        """Return the seconds of the passes since the last call. The device must have completed their work."""
         pairs, self.marks = list(zip(self.marks[::2], self.marks[1::2], strict=True)), []
         if self.device.type == "cpu":
             return sum(end - begin for begin, end in pairs)
@@ -67,13 +67,13 @@ class ForwardTimer:
 
 
 def rank_figures(accumulator, groups, device):
-    """[``RankFigures`` of each rank] of the interval that ends; all ranks call it together."""
+    """Return [``RankFigures`` of each rank] for the interval that ends. All ranks call it together."""
     data, own = accumulator.seconds_per_step()["data"], accumulator.own_seconds_per_step()
     return from_all_ranks(RankFigures(data, own, peak_memory(device), group_rank(groups.pipeline)))
 
 
 def slowest_rank(ranks):
-    """``SlowestRank`` of [``RankFigures``]; the lower median, so that one of two ranks can be slow."""
+    """Return the ``SlowestRank`` of [``RankFigures``]. With the lower median, one of two ranks can be slow."""
     stages = {figures.stage for figures in ranks}
     medians = {stage: statistics.median_low(of.own for of in ranks if of.stage == stage) for stage in stages}
     beside = [figures.own - medians[figures.stage] for figures in ranks]
@@ -82,7 +82,7 @@ def slowest_rank(ranks):
 
 
 def peak_memory(device):
-    """Peak bytes handed out by the device's allocator, or on a CPU the peak memory of the process."""
+    """Return the peak bytes of the device's allocator, or on a CPU the peak memory of the process."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.get_device_module(device).max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl: what a row holds, and which rows a resumed run keeps.
+"""The rows of metrics.jsonl: their content, and the rows that a resumed run keeps.
 
 docs/monitoring.md has every metric with its formula.
 """
@@ -14,7 +14,7 @@ from moh_lm.units import each_float, rounded
 
 
 def training_record(config, dataset, accumulator, step, rate, grad_norm, figures, ranks, device, flops):
-    """The object of metrics.jsonl for the interval that ends after ``step``; its head metrics are rounded.
+    """Return the row of metrics.jsonl for the interval that ends after ``step``; its head metrics are rounded.
 
     figures: ``MetricsAccumulator.head_figures``. ranks: result of ``rank_figures``. flops: FLOPs per token, from
     ``flops_per_token`` of moh_lm.cost.flops.
@@ -48,7 +48,7 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
 
 
 def utilization(config, model, tokens_per_second, world_size, device, figures, flops):
-    """MFU: {"dense", "active"} of ``flops`` over the peak of all devices; {} if the peak is unknown."""
+    """Return the MFU, {"dense", "active"}: ``flops`` over the peak of all devices; {} if the peak is unknown."""
     peak = peak_flops(config.run, device)
     if peak is None:
         return {}
@@ -58,13 +58,13 @@ def utilization(config, model, tokens_per_second, world_size, device, figures, f
 
 
 def bits_per_byte(losses, bytes_per_token):
-    """{source: loss in bits over its bytes per token}, for sources whose bytes are known."""
+    """Return {source: loss in bits over its bytes per token}, for sources whose bytes are known."""
     known = {name: size for name, size in bytes_per_token.items() if size}
     return {name: loss / math.log(2) / known[name] for name, loss in losses.items() if name in known}
 
 
 def finite(value):
-    """``value`` with null in place of numbers that JSON cannot represent."""
+    """Return ``value`` with null in place of numbers that JSON cannot represent."""
     return each_float(value, lambda number: number if math.isfinite(number) else None)
 
 
@@ -76,5 +76,5 @@ def keep_rows(path, last_step):
 
 
 def last_step(path):
-    """The largest step of the rows of ``path``; 0 without any."""
+    """Return the largest step in the rows of ``path``, 0 without rows."""
     return max((row["step"] for _, row in complete_rows(path)), default=0)

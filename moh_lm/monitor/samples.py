@@ -1,7 +1,7 @@
 """Sample text during training: every evaluation continues the prompts of --sample-prompts greedily.
 
-The forward pass of the evaluation gives each new token, in every layout and without a second copy of the model: the
-label of the last token requests the most likely token in place of a loss. RUN/samples.jsonl has a row for each prompt
+The evaluation's forward pass gives each new token, in every layout and without a second copy of the model: the
+label of the last token requests the most likely token instead of a loss. RUN/samples.jsonl has a row for each prompt
 and evaluation, {"step", "prompt", "text"}; the run report shows them.
 """
 
@@ -33,7 +33,7 @@ class Samples:
             raise ConfigError([f"--sample-prompts {empty[0]!r}: contains no tokens; give some text"])
 
     def continued(self, evaluate_rows, *share):
-        """The continuation of each prompt, [str], up to the end of the document; all ranks call it together.
+        """Return the continuation of each prompt, [str], up to the end of the document. All ranks call it together.
 
         evaluate_rows: the method of the engine. share: further arguments of ``labelled_rows``.
         """
@@ -46,6 +46,6 @@ class Samples:
         return [self.written(prompt, text[len(prompt) :]) for prompt, text in zip(self.tokens, texts, strict=True)]
 
     def written(self, prompt, tokens):
-        """The text of ``tokens`` before the first one that ends a document or stands for no text."""
+        """Return the text of ``tokens`` before the first one that ends a document or stands for no text."""
         ends = [token == self.tokenizer.eos_id() or token >= self.tokenizer.vocab_size() for token in tokens]
         return continuation(self.tokenizer, prompt, tokens[: [*ends, True].index(True)])

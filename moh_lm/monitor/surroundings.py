@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def surroundings(device):
-    """{"device": name, "ranks": number, "versions": {package: version}}, and "commit" in a checkout with git."""
+    """Return {"device": name, "ranks": number, "versions": {package: version}}, and "commit" in a git checkout."""
     packages = {name: version(name) for name in ("torch", PACKAGE)}
     facts = {"device": machine(device), "ranks": dist.get_world_size()}
     found = commit()
@@ -24,7 +24,7 @@ def surroundings(device):
 
 
 def commit():
-    """The commit of this checkout; None where git does not say. Changes that are not committed are not seen."""
+    """Return the commit of this checkout, None if git does not know it. Uncommitted changes are not noticed."""
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (ROOT / ".git").exists():

@@ -7,11 +7,11 @@
 
 The score of a choice is the log-likelihood of its continuation after its context. ``acc`` is the share of questions
 whose choice with the highest score is the right one; ``acc_norm`` divides the scores by the characters of the choices,
-which are null where the task has no such metric.
-Where ``gold`` is a list of 0 and 1 for the choices (TruthfulQA MC2), ``acc`` is the mean probability of the true ones.
+which are null if the task has no such metric.
+If ``gold`` is a list of 0 and 1 for the choices (TruthfulQA MC2), ``acc`` is the mean probability of the true ones.
 
-The training nodes need neither the harness nor the data sets, and no second copy of the model: choices go through the
-forward pass of the evaluation, each as a sequence whose labels are its continuation.
+The training nodes need neither the harness, nor the data sets, nor a second copy of the model: choices go through the
+evaluation's forward pass, each as a sequence whose labels are its continuation.
 """
 
 import json
@@ -30,7 +30,7 @@ from moh_lm.parsing import parse_json
 
 class Question(NamedTuple):
     gold: int | list
-    choices: list  # of (context ids, continuation ids, characters or None)
+    choices: list  # [(context ids, continuation ids, characters or None)]
 
 
 class Tasks:
@@ -61,17 +61,17 @@ class Tasks:
             self.questions.setdefault(row["task"], []).append(Question(row["gold"], row["choices"]))
 
     def micro_batches(self, task, *share):
-        """This rank's ``share`` of the choices of ``task``, and how many there are in all."""
+        """Return this rank's ``share`` of the choices of ``task``, and their number on all ranks."""
         texts = [choice[:2] for question in self.questions[task] for choice in question.choices]
         return labelled_rows(texts, self.seq_length, *share), len(texts)
 
     def metrics(self, task, losses):
-        """{"acc": ..., "acc_norm": ...} from the losses of all choices, summed over their continuations."""
+        """Return {"acc": ..., "acc_norm": ...} from the losses of all choices, summed over their continuations."""
         losses, rights = iter(losses), {"acc": [], "acc_norm": []}
         for gold, choices in self.questions[task]:
             scores = np.array([-next(losses) for _ in choices])
             if isinstance(gold, list):
-                likelihoods = np.exp(scores - scores.max())  # each by itself may be 0 in a float
+                likelihoods = np.exp(scores - scores.max())  # without the maximum, exp could underflow to 0
                 rights["acc"].append(likelihoods[np.array(gold) == 1].sum() / likelihoods.sum())
             else:
                 rights["acc"].append(scores.argmax() == gold)
@@ -82,8 +82,7 @@ class Tasks:
 
 
 def row_problems(rows, vocab_size, longest, shown=8):
-    """Sentences for the invalid questions with their lines: the first ``shown`` of them, and how many more there
-    are."""
+    """Return sentences for the first ``shown`` invalid questions with their lines, and the number of the others."""
     if not rows:
         return ["has no question"]
     found = [(line, problem) for line, row in enumerate(rows, 2) if (problem := row_problem(row, vocab_size, longest))]
@@ -92,8 +91,8 @@ def row_problems(rows, vocab_size, longest, shown=8):
 
 
 def row_problem(row, vocab_size, longest):
-    """What is wrong with a question, or None. An answer without tokens would always win, and a gold of -1 would mean
-    the last choice."""
+    """Return what is wrong with a question, or None. An answer without tokens would always win, and a gold of -1 would
+    mean the last choice."""
     if not isinstance(row, dict) or not {"task", "gold", "choices"} <= row.keys():
         return "is not a question with task, gold and choices"
     task, gold, choices = row["task"], row["gold"], row["choices"]
@@ -116,7 +115,7 @@ def row_problem(row, vocab_size, longest):
 
 
 def choice_problem(choice, vocab_size, longest):
-    """What is wrong with a choice of a question, or None."""
+    """Return what is wrong with a choice of a question, or None."""
     match choice:
         case [list() as context, list() as continuation, None | int() as characters]:
             pass
@@ -137,7 +136,7 @@ def choice_problem(choice, vocab_size, longest):
 
 
 def labelled_rows(texts, seq_length, micro_batch_size, rank, size):
-    """The rows of data-parallel rank ``rank`` of ``size``, [``MicroBatch``], as many on every rank.
+    """Return the rows of data-parallel rank ``rank`` of ``size``, [``MicroBatch``], equally many on every rank.
 
     texts: [(context ids, continuation ids)], a row each, whose number is its source. The labels of a row are its
     continuation. Rows without labels make up the rest.
@@ -148,7 +147,7 @@ def labelled_rows(texts, seq_length, micro_batch_size, rank, size):
         ids = [*context, *continuation][-(seq_length + 1) :]
         tokens[row, : len(ids) - 1] = ids[:-1]
         labels[row, len(ids) - len(continuation) - 1 : len(ids) - 1] = continuation
-    numbers = np.minimum(np.arange(rows), len(texts) - 1)  # what has no label adds nothing to the last one
+    numbers = np.minimum(np.arange(rows), len(texts) - 1)  # filler without labels adds nothing to the last text
     mine = np.arange(rows).reshape(-1, size, micro_batch_size)[:, rank]  # [n, b]
     tensors = [torch.from_numpy(array) for array in (tokens, labels, numbers)]
     return [MicroBatch(*(tensor[here] for tensor in tensors)) for here in mine]

@@ -1,4 +1,4 @@
-"""Programs that show metrics: TensorBoard, and Weights & Biases if --wandb names a project.
+"""Sends metrics to TensorBoard, and to Weights & Biases if --wandb names a project.
 
 Neither is worth ending a run for: one that fails is reported once, and receives nothing more until the run restarts.
 
@@ -19,7 +19,7 @@ from moh_lm.parsing import read_json
 
 
 class Writers:
-    """TensorBoard below ``directory``, and the ``project`` of Weights & Biases.
+    """Writes to TensorBoard below ``directory``, and to the ``project`` of Weights & Biases.
 
     first_step: iterations done when the run starts or resumes. settings: the configuration that Weights & Biases shows.
     """
@@ -36,7 +36,7 @@ class Writers:
         if first_step == 0 or not path.exists():
             path.write_text(json.dumps({"id": secrets.token_hex(4)}) + "\n", encoding="utf-8")
         run_id = read_json(path)["id"]
-        wandb = importlib.import_module("wandb")  # an extra: nobody else has to have it
+        wandb = importlib.import_module("wandb")  # an extra, which others need not install
         self.wandb = wandb.init(
             project=project, id=run_id, resume="allow", name=directory.name, dir=str(directory), config=settings
         )
@@ -61,14 +61,14 @@ class Writers:
         try:
             if self.tensorboard is not None:
                 getattr(self.tensorboard, method)(*arguments, **more)
-        except OSError as error:  # of its thread, which has ended by it
+        except OSError as error:  # from TensorBoard's thread, which it has ended
             print(f"tensorboard: {error.strerror}; it gets no more until the run is restarted", file=sys.stderr)
             self.tensorboard = None
 
     def guarded(self, function, *arguments, **more):
         try:
             function(*arguments, **more)
-        except Exception as error:  # whatever a network can do
+        except Exception as error:  # a network may fail in any way
             print(f"wandb: {error}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
             self.wandb = None
 
@@ -79,7 +79,7 @@ class Writers:
 
 
 def first_drawn(directory):
-    """The first step after 0 in the TensorBoard files below ``directory``; None if there is none."""
+    """Return the first step after 0 in the TensorBoard files below ``directory``, or None."""
     paths = sorted(Path(directory, "tensorboard").glob("events.out.tfevents.*"))
     events = (event for path in paths for event in LegacyEventFileLoader(str(path)).Load())
     return next((event.step for event in events if event.step > 0), None)

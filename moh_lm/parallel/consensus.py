@@ -1,4 +1,4 @@
-"""What the ranks of a run decide together.
+"""Decisions that all ranks of a run take together.
 
 If one rank sees a different directory, different data or a damaged file, all ranks must stop before a collective in
 which the others would wait forever. Whatever may differ between ranks is therefore decided by rank 0, or by all ranks
@@ -21,7 +21,7 @@ def from_rank_zero(value):
 
 
 def from_all_ranks(value):
-    """[value of each rank]"""
+    """Return the list of every rank's ``value``, in the order of ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -33,22 +33,22 @@ def problems_of_all_ranks(problems):
 
 
 def set_on_any_rank(flags, device):
-    """For each of ``flags`` whether it is set on any rank; every rank calls this together and gets the same answer."""
+    """Return for each of ``flags`` whether any rank has set it. All ranks call this together."""
     flags = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(flag) for flag in flags.tolist()]
 
 
 def all_ranks_or_raise(work):
-    """What ``work()`` returns on this rank. If it fails because of a file on any rank, every rank raises the same
-    ConfigError."""
+    """Return what ``work()`` returns on this rank. If it fails because of a file on any rank, every rank raises the
+    same ConfigError."""
     result, problems = None, []
     try:
         result = work()
     except OSError as error:
         where = f"rank {dist.get_rank()} on {socket.gethostname()}"
         reason = (error.strerror or str(error)).lower()
-        file = f"{error.filename}: " if error.filename else ""  # a write to an open file names none
+        file = f"{error.filename}: " if error.filename else ""  # errors of writes to an open file name no file
         problems = [f"{file}{reason} ({where}); fix this, and run the same command again"]
     except ConfigError as error:
         problems = error.problems
@@ -57,6 +57,5 @@ def all_ranks_or_raise(work):
 
 
 def on_rank_zero(work):
-    """What ``work()`` returns on rank 0, the only rank that calls it. Raises ConfigError as ``all_ranks_or_raise``
-    does."""
+    """Return the result of ``work()``, which only rank 0 calls. Raises ConfigError as ``all_ranks_or_raise`` does."""
     return from_rank_zero(all_ranks_or_raise(work if dist.get_rank() == 0 else lambda: None))

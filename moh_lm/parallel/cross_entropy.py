@@ -1,4 +1,4 @@
-"""Output head and cross-entropy in one, for a vocabulary that is split over the tensor-parallel ranks.
+"""Fused output head and cross-entropy for a vocabulary that is split over the tensor-parallel ranks.
 
     z = W x,    loss = log(sum_j exp(z_j - m)) - (z_label - m),    m = max_j z_j
     d loss / d z_j = softmax(z)_j - [j = label],    d loss / dx = W^T dz,    d loss / dW = sum over tokens of dz x^T
@@ -18,13 +18,13 @@ rank ever holds all logits of a token. Softmax and sums over tokens are fp32 or 
 import torch
 import torch.distributed as dist
 
-IGNORED = -100  # label of a position that has no loss
-MOST_LIKELY = -101  # without gradients: of one that gives the id of its most likely token in place of a loss
-CHUNK_BYTES = 2**30  # of the fp32 logits of a chunk: 4,096 tokens of 65,536
+IGNORED = -100  # the label of a position without a loss
+MOST_LIKELY = -101  # without gradients: the label of a position that returns its most likely token instead of a loss
+CHUNK_BYTES = 2**30  # size of the fp32 logits of a chunk: 4,096 tokens with 65,536 logits each
 
 
 def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0, differentiate=None):
-    """Mean loss over all positions, with gradients, and the loss of each position, without.
+    """Return the mean loss over all positions, with gradients, and the loss of each position, without.
 
     x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], ids
     of the whole vocabulary, IGNORED, which gives a loss of 0 that counts in the mean, or MOST_LIKELY. z_loss: zeta, for
@@ -76,7 +76,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def torch_differentiate(logits, labels, partition, group, z_loss, count):
-    """Losses and logsumexp of tokens, fp32 or wider [tokens]; the logits become the gradient of their mean loss.
+    """Return losses and logsumexp, fp32 or wider [tokens], and overwrite the logits by the gradient of the mean loss.
 
     logits: [tokens, vocab/tp], -inf in padding, in the dtype of the weights. labels: int64 [tokens]. count: number of
     tokens in the mean, which includes the z-loss; None: no gradient is needed, and the contents of ``logits`` are
@@ -93,7 +93,7 @@ def torch_differentiate(logits, labels, partition, group, z_loss, count):
 
 
 def softmax_and_losses(z, labels, partition, group):
-    """Losses and logsumexp, [tokens]; the logits ``z`` [tokens, vocab/tp] become the softmax, in place."""
+    """Return losses and logsumexp, [tokens], and overwrite the logits ``z`` [tokens, vocab/tp] by their softmax."""
     maximum = z.amax(-1, keepdim=True)
     all_reduce(maximum, dist.ReduceOp.MAX, group)
     z -= maximum
@@ -119,7 +119,7 @@ def most_likely(z, partition, group):
 
 
 def subtract_labels(softmax, labels, partition):
-    """The gradient of the losses by the logits, in place: softmax - [j = label]; 0 for ignored labels."""
+    """Turn the softmax into the gradient of the losses in place: softmax - [j = label]; 0 for ignored labels."""
     column, here = partition.locate(labels)
     softmax.scatter_add_(-1, column.unsqueeze(-1), -here.to(softmax.dtype).unsqueeze(-1))
     softmax.masked_fill_((labels == IGNORED).unsqueeze(-1), 0)

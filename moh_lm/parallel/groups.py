@@ -1,4 +1,4 @@
-"""Which ranks work together.
+"""Groups of ranks that work together.
 
 The ranks form a grid [pipeline, data, context, tensor] whose last axis runs fastest, so that tensor-parallel
 neighbours, which talk most, are neighbours in a node. Everything below takes a group as an argument; ``None`` stands

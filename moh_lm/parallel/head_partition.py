@@ -1,4 +1,4 @@
-"""Which heads of a layer a tensor-parallel rank holds.
+"""The heads of a layer that a tensor-parallel rank holds.
 
 Every rank holds the same share of the always-on heads and of the other heads, so that no rank computes more than
 another. Files keep the canonical order, in which always-on heads come first; ``HeadPartition`` maps one order to the
@@ -35,27 +35,27 @@ class HeadPartition:
                 self.ranges.append((start + rank * share, start + (rank + 1) * share))
 
     def take(self, gates):
-        """Gates of all heads in canonical order [..., h] -> of this rank's [..., h/tp]."""
+        """Return this rank's gates [..., h/tp] of those of all heads in canonical order [..., h]."""
         if self.group is None:
             return gates
         return torch.cat([gates[..., start:stop] for start, stop in self.ranges], dim=-1)
 
     def in_canonical_order(self, gathered):
-        """[..., h] in the order of the ranks -> canonical order: the always-on heads of all ranks, then the others."""
+        """Reorder [..., h] from rank order to canonical order: the always-on heads of all ranks, then the others."""
         if self.group is None:
             return gathered
         of_ranks = gathered.unflatten(-1, (group_size(self.group), -1))  # [..., tp, h/tp]
         return torch.cat([part.flatten(-2) for part in of_ranks.tensor_split([self.num_always_on], dim=-1)], dim=-1)
 
     def kv_replication(self, queries_per_key):
-        """[(key/value head, how many query heads in a row share it)] of this rank's query heads: with one of each where
-        all are shared by as many."""
+        """Return [(key/value head, number of consecutive query heads that share it)] for this rank's query heads. The
+        numbers are 1 if they would all be equal."""
         numbers = [head // queries_per_key for start, stop in self.ranges for head in range(start, stop)]
         runs = [(key, len(list(run))) for key, run in groupby(numbers)]
         return [(key, 1) for key, _ in runs] if len({count for _, count in runs}) == 1 else runs
 
     def partition(self, dim, head_dim, queries_per_key=1):
-        """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""
+        """Return the ``Partition`` of these heads, or of the key/value heads that they share; None on one rank."""
         if self.group is None:
             return None
 

@@ -34,21 +34,21 @@ class Partition:
         return sum(stop - start for start, stop in self.ranges) + self.padding
 
     def take(self, whole):
-        """This rank's slice of the whole parameter, padded with zeros."""
+        """Return this rank's slice of the whole parameter, padded with zeros."""
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         if self.padding:
             parts.append(torch.zeros_like(whole.narrow(self.dim, 0, 1)).repeat_interleave(self.padding, self.dim))
         return torch.cat(parts, self.dim)
 
     def locate(self, indices):
-        """(position of each of the ``indices`` in this rank's one range, whether it is there; elsewhere it is 0)."""
+        """Return the position of each index in this rank's only range, 0 if it is outside, and whether it is inside."""
         ((start, stop),) = self.ranges
         here = (indices >= start) & (indices < stop)
         return (indices - start).masked_fill(~here, 0), here
 
 
 def even_partition(dim, size, group):
-    """Consecutive slices of equal length; the last ranks are padded where ``size`` does not divide."""
+    """Return consecutive slices of equal length; the last ranks are padded where ``size`` does not divide evenly."""
     length = -(-size // group_size(group))
     start = min(size, group_rank(group) * length)
     stop = min(size, start + length)
@@ -56,7 +56,7 @@ def even_partition(dim, size, group):
 
 
 def make_parameter(shape, init_std=None, partition=None, init_value=1.0):
-    """An empty parameter of the whole ``shape``, or of this rank's part of it. No ``init_std``: all ``init_value``."""
+    """Return an empty parameter of ``shape``, or of this rank's part. Without ``init_std``, it is ``init_value``."""
     local = list(shape)
     if partition is not None:
         local[partition.dim] = partition.local_size()
@@ -64,7 +64,7 @@ def make_parameter(shape, init_std=None, partition=None, init_value=1.0):
     parameter.whole_shape = tuple(shape)
     parameter.init_std, parameter.init_value = init_std, init_value
     parameter.tensor_partition = partition
-    # DeepSpeed counts a parameter in the gradient norm of every tensor-parallel rank only if it bears this stamp.
+    # DeepSpeed counts a parameter in the gradient norm of every tensor-parallel rank only if it has this attribute.
     parameter.tensor_model_parallel = partition is not None
     return parameter
 
@@ -82,10 +82,18 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter((output_size, input_size), init_std, partition)
 
     def forward(self, x, product=None):
-        return (product or F.linear)(x, self.weight)
+        return self.finished((product or F.linear)(x, self.factor()))
+
+    def factor(self):
+        """Return the weight that x is multiplied by; see ``joined``."""
+        return self.weight
+
+    def finished(self, product):
+        """Return the output, from the product of x and ``factor``."""
+        return product
 
 
-class KeyValueParallelLinear(nn.Module):
+class KeyValueParallelLinear(ColumnParallelLinear):
     """Keys or values of this rank's query heads: x [s, b, input] -> [s, b, kv/tp * head_dim].
 
     A rank holds whole key/value heads. Where there are fewer of them than ranks it holds all, and its output has one
@@ -93,33 +101,61 @@ class KeyValueParallelLinear(nn.Module):
     """
 
     def __init__(self, input_size, num_heads, head_dim, init_std, heads):
-        super().__init__()
         shared_by = heads.num_heads // num_heads
         few = num_heads < group_size(heads.group)
+        partition = None if few else heads.partition(0, head_dim, queries_per_key=shared_by)
+        super().__init__(input_size, num_heads * head_dim, init_std, partition)
         self.head_dim, self.group = head_dim, heads.group
         self.runs = heads.kv_replication(shared_by) if few else None
-        partition = None if few else heads.partition(0, head_dim, queries_per_key=shared_by)
-        self.weight = make_parameter((num_heads * head_dim, input_size), init_std, partition)
 
-    def forward(self, x, product=None):
+    def factor(self):
+        return self.weight if self.runs is None else replicate(self.weight, self.group)
+
+    def finished(self, product):
         if self.runs is None:
-            return (product or F.linear)(x, self.weight)
-        heads = F.linear(x, replicate(self.weight, self.group)).unflatten(-1, (-1, self.head_dim))
+            return product
+        heads = product.unflatten(-1, (-1, self.head_dim))
         runs = [heads[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in self.runs]
         return torch.cat(runs, dim=2).flatten(2)
 
 
-class ReplicatedLinear(nn.Module):
+def separate(x, *layers):
+    """Return the output of each of the ``layers`` for x."""
+    return [layer(x) for layer in layers]
+
+
+def joined(x, *layers):
+    """Do the same with one product, by stacked copies of all weights (``--fused-projections``)."""
+    products = JoinedProducts.apply(x, *(layer.factor() for layer in layers))
+    return [layer.finished(product) for layer, product in zip(layers, products, strict=True)]
+
+
+class JoinedProducts(torch.autograd.Function):
+    """Returns x A_1^T, x A_2^T, ... for x [..., input] and A_i [output_i, input]. The backward pass copies again."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        gradient = torch.cat(gradients, -1)
+        of_weights = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return gradient @ torch.cat(weights), *of_weights.split([len(weight) for weight in weights])
+
+
+class ReplicatedLinear(ColumnParallelLinear):
     """Y = X A^T, whole on every rank. Each rank uses it for its own heads, so the weight's gradient is summed over
     ranks."""
 
     def __init__(self, input_size, output_size, init_std, group):
-        super().__init__()
-        self.weight = make_parameter((output_size, input_size), init_std)
+        super().__init__(input_size, output_size, init_std, None)
         self.group = group
 
-    def forward(self, x):
-        return F.linear(x, replicate(self.weight, self.group))
+    def factor(self):
+        return replicate(self.weight, self.group)
 
 
 class RowParallelLinear(nn.Module):

@@ -34,7 +34,7 @@ def scatter_sum(partial, group):
 
 
 def replicate(weight, group):
-    """A weight that every rank holds whole but applies to its own tokens: the gradient is summed over the ranks."""
+    """Return a weight that all ranks hold whole but apply to their own tokens. Its gradient is summed over ranks."""
     return weight if group is None else Replicate.apply(weight, group)
 
 

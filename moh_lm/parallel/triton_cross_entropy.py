@@ -1,4 +1,4 @@
-"""The losses of a chunk of logits and, in their place, the gradient of the logits, by two Triton kernels.
+"""Two Triton kernels compute the losses of a chunk of logits and overwrite the logits by their gradient.
 
 They compute the same as ``torch_differentiate`` of moh_lm/parallel/cross_entropy.py, which gives the formulas. That
 function passes over fp32 logits ten times and moves about 60 bytes for each bf16 logit. These kernels read every logit
@@ -18,12 +18,12 @@ import triton.language as tl
 
 from moh_lm.parallel.cross_entropy import IGNORED, all_reduce, torch_differentiate
 
-COLUMNS, OPTIONS = 4096, dict(num_warps=8, enable_fp_fusion=True)  # of a program
-LOSS_TOLERANCE = 1e-4  # of a difference from the torch form, relative to 1 + the loss
+COLUMNS, OPTIONS = 4096, dict(num_warps=8, enable_fp_fusion=True)  # columns and options of one program
+LOSS_TOLERANCE = 1e-4  # largest difference from the torch form, relative to 1 + the loss
 
 
 def triton_differentiate(z, labels, partition, group, z_loss, count):
-    """What ``torch_differentiate`` computes."""
+    """Compute the same as ``torch_differentiate``."""
     wide = torch.promote_types(z.dtype, torch.float32)
     tokens, width = z.shape
     first = partition.ranges[0][0]
@@ -46,7 +46,7 @@ def triton_differentiate(z, labels, partition, group, z_loss, count):
 
 
 def compare_with_torch(tokens, dtype, device, partition, group, z_loss):
-    """The largest differences of the losses and gradients of both forms, (loss, gradient), for random logits.
+    """Return the largest differences between both forms on random logits, as (loss, gradient).
 
     The difference of the gradients is relative to the largest gradient. Raises RuntimeError if a difference exceeds
     rounding. All ranks of ``group`` call this together.
@@ -76,7 +76,7 @@ def stats_kernel(
     z, labels, stats, stride, width, first, padding, tokens, WIDE: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """stats [3, tokens]: max_j z_j, sum_j exp(z_j - max), and z of the label, or 0 where another rank has it.
-    first: id of the first column. padding: columns at the end that are no ids. Grid: (tokens,)."""
+    first: id of the first column. padding: columns at the end that belong to no id. Grid: (tokens,)."""
     row = tl.program_id(0)
     z += row.to(tl.int64) * stride
     top = tl.full([COLUMNS], -float("inf"), WIDE)
@@ -103,7 +103,7 @@ def gradient_kernel(
     z, labels, logsumexp, stride, width, first, scale, zeta,
     IGNORED: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the mean loss in the place of z; see above. Grid: (tokens, blocks of columns)."""
+    """Overwrite z by the gradient of the mean loss; see above. Grid: (tokens, blocks of columns)."""
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     z += row.to(tl.int64) * stride

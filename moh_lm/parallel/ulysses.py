@@ -37,7 +37,7 @@ class ContextGroups(NamedTuple):
 
 
 def local_shard(tensor, context):
-    """The tokens of this rank: [b, s] -> [b, s/cp]."""
+    """Return the tokens of this rank: [b, s] -> [b, s/cp]."""
     return tensor if context is None else tensor.chunk(context.size(), dim=1)[context.rank()]
 
 
@@ -58,20 +58,19 @@ def keys_of_ranks(order, shared_by, size):
 
 
 def picked(tensor, dim, numbers):
-    """What has these ``numbers`` along ``dim``, in their order."""
+    """Return the slices with these ``numbers`` along ``dim``, in their order."""
     index = on_device.__wrapped__ if torch.compiler.is_compiling() else on_device  # in a graph it is a constant
     return tensor.index_select(dim, index(tuple(numbers), tensor.device))
 
 
 @functools.lru_cache(maxsize=64)
 def on_device(numbers, device):
-    """An index as a tensor that is copied once; a list would be copied in each call, and the GPU would have to be
-    waited for."""
+    """Return an index as a tensor that is copied once. A list would be copied, and wait for the GPU, in each call."""
     return torch.tensor(numbers, device=device)
 
 
 class UlyssesExchange:
-    """Tokens for heads and back, in a layer whose ``leading`` of ``num_heads`` heads on this rank are always on."""
+    """Exchanges tokens for heads and back in a layer whose first ``leading`` of ``num_heads`` heads are always on."""
 
     def __init__(self, num_heads, leading, context):
         self.num_heads, self.context = num_heads, context
@@ -81,7 +80,7 @@ class UlyssesExchange:
         self.places = sorted(range(num_heads), key=self.order.__getitem__)  # where each head is in that order
 
     def own(self, per_head):
-        """The part for this rank's heads, [h/cp, ...], of a tensor with a row for every head, [h, ...]."""
+        """Return the rows of this rank's heads, [h/cp, ...], from a tensor with a row for every head, [h, ...]."""
         return picked(per_head, 0, self.order).chunk(self.size)[self.context.rank()]
 
     def to_heads(self, *tensors):
@@ -96,7 +95,7 @@ class UlyssesExchange:
         sent = torch.cat([part.flatten(3) for part in parts], dim=3)
         received = AllToAll.apply(sent, self.context.ranks).flatten(0, 1)  # [s, b, widths of all]
         split = received.split([shape.numel() for shape in shapes], dim=2)
-        # Copies: what one of them is needed for does not keep the others.
+        # Copies, so that keeping one of them does not keep the memory of the others.
         return [part.unflatten(2, shape).contiguous() for part, shape in zip(split, shapes, strict=True)]
 
     def to_tokens(self, heads):
@@ -123,7 +122,7 @@ class UlyssesAttention(nn.Module):
 
 
 class AllToAll(torch.autograd.Function):
-    """Part i of [cp, ...] goes to rank i, and part i of the result comes from there; the gradients go back."""
+    """Part i of [cp, ...] goes to rank i, and part i of the result comes from rank i; gradients go the other way."""
 
     @staticmethod
     def forward(ctx, parts, group):

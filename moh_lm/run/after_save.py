@@ -13,7 +13,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-MOST_READ = 4096  # bytes at the end of a command's standard error
+MOST_READ = 4096  # bytes read from the end of a command's standard error
 
 
 class AfterSave:
@@ -51,7 +51,7 @@ class AfterSave:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                start_new_session=True,  # a Ctrl-C for the run is none for the command
+                start_new_session=True,  # Ctrl-C stops the run, not the command
             )
         except OSError as error:
             self.fail(step, str(error))

@@ -2,7 +2,7 @@
 
     set up      groups, engine, the last checkpoint (moh_lm.run.resume), data, checkpoints, log
     step        one iteration; then, each at its interval, a line of the log, an evaluation and a checkpoint
-    close       everything on the disk, and a word on how it ended
+    close       everything is on the disk, and the log says how the run ended
 """
 
 import time
@@ -32,7 +32,7 @@ from moh_lm.training.guard import BadNumbers
 from moh_lm.training.incidents import report
 from moh_lm.training.schedule import learning_rate
 
-START = 300  # seconds that the imports and the making of an engine may take besides --hang-timeout
+START = 300  # seconds for imports and building the engine, besides --hang-timeout
 
 
 def run_steps(task, config, dataset, device, stop, watchdog):
@@ -72,7 +72,7 @@ class Run:
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
         )
         self.engine = task.make_engine(config, self.groups, device, len(dataset.source_names))
-        self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
+        self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # in each micro-batch
         self.timer = ForwardTimer(self.engine.model, device)
         watchdog.progress()
         for sentence in self.engine.compare_kernels():
@@ -119,15 +119,15 @@ class Run:
         if step == 0:
             self.evaluate()
             if self.log:
-                self.log.started = time.perf_counter()  # the time left is that of steps like those to come
+                self.log.started = time.perf_counter()  # the time left counts steps only
 
     def saved(self, step, path, facts):
-        """A checkpoint is complete. On rank 0."""
+        """Record that a checkpoint is complete. Rank 0 only."""
         self.event_log.add("saved", step, f"saved {path}", **facts)
         self.after_save.add(step, path)
 
     def step(self):
-        """One iteration, with the log line, evaluation and checkpoint that are due after it."""
+        """Run one iteration, and the log line, evaluation and checkpoint that are due after it."""
         run = self.config.run
         self.profile.begin(self.state.step + 1)
         rate, result = self.train()
@@ -159,10 +159,10 @@ class Run:
         batches = self.loader.train_step(samples)
         data_seconds = time.perf_counter() - started
         if samples == config.decay_begins():
-            self.engine.guard.forget()  # of other data the loss is another
+            self.engine.guard.forget()  # losses on other data are not comparable
             self.alarms.forget(BALANCE, DRIFT)
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
-            self.engine.guard.forget()  # with fewer heads the loss is another
+            self.engine.guard.forget()  # losses with fewer heads are not comparable
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
             self.event_log.add("dense warm-up over", state.step, text)
         state.step += 1
@@ -176,8 +176,8 @@ class Run:
         except BadNumbers as error:
             self.saver.finish()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
-            self.event_log.add("failed", state.step)  # said when the rank ends
-            on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
+            self.event_log.add("failed", state.step)  # printed when the rank ends
+            on_rank_zero(self.report)  # the others wait, because a rank that had left would be named as the cause
             raise BadNumbers(text) from error
         self.accumulator.add(result, data_seconds, self.engine.tokens, bad_sources, self.timer.take())
         self.engine.begin(state.step)
@@ -231,5 +231,5 @@ class Run:
 
 
 def due(step, interval):
-    """Whether ``step`` ends an interval; an interval of 0 never ends."""
+    """Return whether ``step`` ends an interval; an interval of 0 never ends."""
     return interval > 0 and step % interval == 0

@@ -11,7 +11,7 @@ from moh_lm.parallel.consensus import from_rank_zero, on_rank_zero, problems_of_
 
 
 def check_nodes(config, dataset):
-    """Raise ConfigError on every rank unless all of them have the same values; all ranks call it together."""
+    """Raise ConfigError on every rank unless all ranks have the same values. All ranks call it together."""
     marker = Path(config.run.checkpoint_dir) / from_rank_zero(f".seen-{time.time_ns()}")
     on_rank_zero(marker.touch)
     last = config.run.samples_after(config.run.train_iters)

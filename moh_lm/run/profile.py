@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from moh_lm.supervise.processes import log_rank0
 
 FOLDER = "profile"
-ALLOCATIONS = 1_000_000  # that a snapshot remembers
+ALLOCATIONS = 1_000_000  # allocations that a snapshot remembers
 
 
 class StepProfile:
@@ -31,7 +31,7 @@ class StepProfile:
         self.first = self.last = 0  # steps of the trace
 
     def begin(self, step):
-        """Trace the step of this number, if it is one of the wanted ones."""
+        """Start tracing step number ``step``, if it is one of the requested ones."""
         if step in self.steps:
             self.attempt(lambda: self.open(step))
 
@@ -51,7 +51,7 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
 
     def end(self, step):
-        """Note that this step is over; after the last wanted one the files are written."""
+        """Record that this step is over, and write the files after the last requested one."""
         if self.mark is not None:
             mark, self.mark, self.last = self.mark, None, step
             self.attempt(lambda: mark.__exit__(None, None, None))

@@ -38,7 +38,7 @@ def main(given, task):
 
 def run_task(given, task):
     rank = int(os.environ.get("RANK", 0))
-    is_alone = "RANK" not in os.environ and not given.dry_run  # a dry run says what WORLD_SIZE ranks would do
+    is_alone = "RANK" not in os.environ and not given.dry_run  # a dry run describes what WORLD_SIZE ranks would do
     world_size = given.devices or (1 if is_alone else int(os.environ.get("WORLD_SIZE", 1)))
     code, problems, speaker, alone = COMPLETE, [], 0, False
     try:
@@ -47,7 +47,7 @@ def run_task(given, task):
         checked = with_model_of_run(config) if refused else config
         problems = task.problems(checked, world_size) + refused
         config, dataset = task.open_data(checked, problems, dry_run)
-        if rank == 0 or not dry_run:  # not by several ranks that remove what others have just made
+        if rank == 0 or not dry_run:  # not on several ranks, which would remove what others have just made
             make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
         if not dry_run:
             refuse_foreign_launcher()
@@ -67,7 +67,7 @@ def run_task(given, task):
         code, problems = BROKEN, str(error).splitlines()
     except CheckpointError as error:
         code, problems = NOT_WRITTEN, error.problems
-    except KeyboardInterrupt:  # before the training, which stops by itself
+    except KeyboardInterrupt:  # before training starts, which handles it itself
         code = INTERRUPTED
     report_errors(problems, speaker, task.config_type.program)
     if alone:
@@ -90,14 +90,14 @@ def describe(task, given, config, dataset, world_size):
 
 
 def train(task, config, dataset, device):
-    """The whole run under a watchdog; False if it was asked to stop before its last step."""
+    """Run the training under a watchdog. Returns False if it was asked to stop before its last step."""
     stop = StopRequest(config.reliability.exit_after, config.program)
     watchdog = Watchdog(config.reliability.hang_timeout, config.program)
     try:
         return run_steps(task, config, dataset, device, stop, watchdog)
     except (ConfigError, CheckpointError, BadNumbers):
         raise
-    except ShardError as error:  # found by the rank that reads there; the others see it leave
+    except ShardError as error:  # found by the rank that reads the shard; the others see that rank leave
         remedy = "" if "; " in str(error) else "; restore the file"
         print(f"{config.program}: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
         exit_process(WRONG)

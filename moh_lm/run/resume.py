@@ -31,12 +31,12 @@ from moh_lm.supervise.processes import log_rank0
 
 SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
-    "compile", "fused_loss", "fused_router", "cuda_graph", "attention_backend", "head_selection", "train_only",
-    "optimizer", "workers",
+    "compile", "fused_loss", "fused_router", "fused_projections", "cuda_graph", "attention_backend", "head_selection",
+    "train_only", "optimizer", "workers",
 )  # fmt: skip
-LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest)\.tmp-\d+")  # of a start that was killed
+LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest)\.tmp-\d+")  # of a killed start
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
-OF_TRAINING = (  # fields that change how a run is trained, beside those of the optimizer
+OF_TRAINING = (  # fields that change how a run is trained, besides those of the optimizer
     "train_iters", "train_tokens", "batch_tokens", "batch_warmup", "precision", "seed", "absurd_factor", "spike_sigmas",
     "spike_window", "on_spike",
 )  # fmt: skip
@@ -57,7 +57,7 @@ def resume(task, state, event_log, progress):
     was = all_ranks_or_raise(lambda: type(config).load(step / "config.json"))
     all_ranks_or_raise(lambda: refuse_state(step, saved, was.model))
     before, now = was.to_dict(), config.to_dict()
-    before |= {name: now[name] for name in config.moving}  # where they began; state.json has those of now
+    before |= {name: now[name] for name in config.moving}  # the initial values; state.json has the current ones
     all_ranks_or_raise(lambda: refuse_changes(task, step, saved, before, config, state.dataset))
     begins = saved["step"] == 0
     for key in now:
@@ -68,7 +68,7 @@ def resume(task, state, event_log, progress):
     training = {} if begins else differing(of_training(config), before, now)
     for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
         if fields:
-            event_log.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
+            event_log.add(event, saved["step"], f"resuming with another {', '.join(fields)}", changes=fields)
     averaged = all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
     if not begins and averaged != (state.engine.ema_decay > 0):
         log_rank0(f"{'the' if averaged else 'a'} moving average of the weights {'ends' if averaged else 'begins'} here")
@@ -76,12 +76,12 @@ def resume(task, state, event_log, progress):
     if changed:
         event_log.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
     if changed or changes or losses or before["train_only"] != now["train_only"]:
-        state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
+        state.engine.guard.forget()  # after such changes, loss and norm are not comparable
         state.alarms.forget(BALANCE, DRIFT)
     if differing(SPEED, before, now) or all_ranks_or_raise(lambda: ranks_of(step)) != dist.get_world_size():
         state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
-        state.accumulator.clear()  # its steps have no figures of heads, and those to come have
+        state.accumulator.clear()  # earlier steps have no head metrics, later ones do
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         event_log.add("dense warm-up over", saved["step"], text)
     how = f"starting from {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
@@ -89,29 +89,29 @@ def resume(task, state, event_log, progress):
 
 
 def differing(names, before, now):
-    """{field: [value before, value now]} for those fields in ``names`` that differ."""
+    """Return {field: [value before, value now]} for the fields in ``names`` that differ."""
     return {name: [before[name], now[name]] for name in names if before.get(name) != now.get(name)}
 
 
 def of_training(config):
-    """Names of the fields that change how the run is trained, but not its losses, model or data."""
+    """Return the names of fields that change how the run is trained, but not its losses, model or data."""
     names = (*OF_TRAINING, *(entry.name for _, entry in walk(config.optimizer)))
     return [name for name in names if name not in config.of_loss]
 
 
 def ranks_of(step):
-    """Number of ranks of the run that wrote a step directory, each of which wrote a file."""
+    """Return the number of ranks of the run that wrote a step directory, since each wrote a file."""
     return sum(name.startswith("rank-") for name in read_entries(step))
 
 
 def of_data(config, before):
-    """A sentence for each field about the data that differs from ``before``, {field: value}."""
+    """Return a sentence for each field about the data that differs from ``before``, {field: value}."""
     fields = differing(config.of_data, before, config.to_dict())
     return [f"{flag(name)} was {was} and is {now}" for name, (was, now) in fields.items()]
 
 
 def warmup_is_cut(was, model, step):
-    """Whether the model ``was`` in a dense warm-up at ``step`` that the current configuration ends earlier."""
+    """Return whether the model ``was`` in a dense warm-up at ``step`` that the current configuration ends earlier."""
     last = step - 1
     return model.heads.head_selection == "mixture" and was.after(last) != was and model.after(last) == model
 
@@ -147,7 +147,7 @@ def refuse_changes(task, step, saved, before, config, dataset):
         changes = [*of_data(config, before), *dataset.changes(saved["data"], saved["consumed_samples"])]
         found += [f"{change} (--allow-data-change resumes anyway)" for change in changes]
     trained_only = before["train_only"], config.optimizer.train_only
-    was_muon = before["optimizer"] == "muon" and trained_only == ("all", "all")  # else moments begin again at 0
+    was_muon = before["optimizer"] == "muon" and trained_only == ("all", "all")  # else moments restart at 0
     if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != config.run.samples_after(saved["step"]):
@@ -161,10 +161,10 @@ def refuse_changes(task, step, saved, before, config, dataset):
 
 
 def tokenizer_changes(step, saved, path):
-    """A sentence if the tokenizer of the data, at ``path`` or None, is not that of ``step``.
+    """Return a sentence if the tokenizer of the data, at ``path`` or None, is not that of ``step``.
 
-    A step of a run holds the tokenizer of its data. An import holds none, or the one that the data must have been made
-    with, or its source's tokenizer.json, which does not rule out data that were made with a tokenizer.model.
+    A step of a run holds the tokenizer of its data. An import holds none, or the one with which the data must have been
+    made, or its source's tokenizer.json, which does not rule out data that were made with a tokenizer.model.
     """
     files = read_entries(step)
     name = next((name for name in TOKENIZER_FILES if name in files), None)
@@ -184,7 +184,7 @@ def tokenizer_changes(step, saved, path):
 
 
 def model_changes(before, config):
-    """Sentences for the fields of the model in which ``config`` differs from ``before``, {field: value}.
+    """Return sentences for the model's fields in which ``config`` differs from ``before``, {field: value}.
 
     Changes to the training of routers alone, and dropping the routers of a mixture, can be allowed by a flag.
     """
@@ -210,7 +210,7 @@ def names_of(model):
 
 
 def contradictions(config, dry_run=False):
-    """Sentences for flags that contradict the newest checkpoint of the run, or its absence."""
+    """Return sentences for flags that contradict the newest checkpoint of the run, or its absence."""
     directory = config.run.checkpoint_dir
     program = program_of(directory) if directory else None
     if program not in (None, config.program):
@@ -226,15 +226,14 @@ def contradictions(config, dry_run=False):
 
 
 def with_model_of_run(config):
-    """``config`` with the model of the run. Conflicts that a refused flag would cause with the run's other settings,
-    such as a window for each of its layers, are then not reported as mistakes of the user."""
+    """Return ``config`` with the model of the run. Conflicts between a refused flag and the run's other settings, such
+    as a window for each of its layers, are then not reported as mistakes of the user."""
     model = newest_model(config.run.checkpoint_dir, type(config))[1] if config.run.checkpoint_dir else None
     return config if model is None else replace(config, model=model)
 
 
 def program_of(directory):
-    """The command of the run in a directory; None if there is none. Raises ConfigError for a file that cannot be
-    read."""
+    """Return the command of the run in a directory, or None. Raises ConfigError for a file that cannot be read."""
     path = Path(directory) / "checkpoints"
     try:
         steps = list_steps(path)
@@ -247,7 +246,7 @@ def program_of(directory):
 
 
 def sound_step(directory, event_log, progress):
-    """The newest step whose files match its manifest; None if this run has never saved one.
+    """Return the newest step whose files match its manifest, or None if this run has never saved one.
 
     Rank 0 names the steps, each rank reads a share of the files, and all ranks learn the result. Raises ConfigError if
     there were checkpoints and none is intact, or if a file cannot be read.
@@ -271,14 +270,14 @@ def sound_step(directory, event_log, progress):
 
 
 def damage(step, progress):
-    """Sentences for what is wrong in this rank's share of a step, or if the directory holds a different step."""
+    """Return sentences for damage in this rank's share of a step, or if the directory holds a different step."""
     found = verify(step, dist.get_rank(), dist.get_world_size(), progress)
     if found:
         return found
     try:
         inside = read_json(step / "state.json")["step"]
     except (*NO_SUCH_FILE, ValueError, KeyError, TypeError):
-        return []  # said by the rank that verifies it, or by ``read_state``
+        return []  # reported by the rank that verifies it, or by ``read_state``
     return [] if step.name == f"step-{inside}" else [f"{step}: holds step {inside}"]
 
 
@@ -292,24 +291,23 @@ def settle(sound, damaged, event_log):
 
 
 def trace_of_checkpoints(directory, event_log):
-    """Evidence that a run directory without checkpoints once had some, or that files of the run were removed; or
-    None."""
+    """Return evidence that a run directory without checkpoints once had some, or that files were removed, or None."""
     saved = event_log.last("saved")
     begun = event_log.last("import")
     if begun and not saved:
-        return f"{directory}: the import of {begun['source']} (events.jsonl) is not there"
+        return f"{directory}: the import of {begun['source']} (events.jsonl) is missing"
     if saved:
-        return f"{directory}: step {saved['step']} was saved (events.jsonl) and is not there"
+        return f"{directory}: step {saved['step']} was saved (events.jsonl) but is missing"
     remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []
     if remains:
         return f"{remains[0]}: is all that is left of the run's checkpoints"
     run = Path(directory).parent
     logged, interval = last_step(run / "metrics.jsonl"), saved_every(run / "config.json")
     if interval and logged > 2 * interval:  # the second save waited for the first
-        return f"{directory}: empty, though metrics.jsonl knows step {logged} and saves were due every {interval}"
+        return f"{directory}: empty, although metrics.jsonl reaches step {logged} and saves were due every {interval}"
     drawn = first_drawn(run)
-    if drawn and not (run / "metrics.jsonl").exists():  # whose row is written before the drawing
-        return f"{run / 'metrics.jsonl'}: is not there, nor any checkpoint, though tensorboard/ knows step {drawn}"
+    if drawn and not (run / "metrics.jsonl").exists():  # the row is written before the drawing
+        return f"{run / 'metrics.jsonl'}: is missing, like all checkpoints, although tensorboard/ reaches step {drawn}"
     return None
 
 

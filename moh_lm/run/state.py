@@ -2,16 +2,16 @@
 
     step, consumed_samples    iterations done, and the samples that they read
     optimizer_steps           iterations whose gradients were applied
-    rested_steps              those of them in a dense warm-up, if there were any: Adam does not count them for routers
-    frozen_steps              those of them up to the last one of --train-only: Adam counts them for routers only
+    rested_steps              how many of these were in a dense warm-up: Adam does not count them for routers
+    frozen_steps              how many came before the end of --train-only: Adam counts them for routers only
     router_shares             for each layer with routed heads, the share of a step's tokens that selected each of them
     l1_steps                  with routing relu: n of the coefficient that holds its gates down
     windows                   with --window-strategy entropy: windows and entropies of the layers
-    guard                     the skipped steps, and the window in which spikes are looked for (moh_lm.training.guard)
+    guard                     the skipped steps, and the window in which spikes are detected (moh_lm.training.guard)
     interval                  sums since the last line of the log (moh_lm.monitor.accumulator)
-    alarms                    what has fired (moh_lm.monitor.alarms)
-    data                      what was read of which shards (moh_lm.data.segments)
-    imported                  only of a run that began with an imported model: what the import said of it
+    alarms                    alarms that have fired (moh_lm.monitor.alarms)
+    data                      how much of each shard was read (moh_lm.data.segments)
+    imported                  only in a run that began with an imported model: what the import recorded about it
 
 ``RunState`` writes and reads it; other code only knows the keys that it reads itself.
 """
@@ -24,7 +24,7 @@ from moh_lm.data.files import read_json
 from moh_lm.training.guard import Guard
 
 KEYS = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "alarms", "data"}
-LARGEST = 3.4028235e38  # float32, in which losses and norms are computed
+LARGEST = 3.4028235e38  # largest float32; losses and norms are float32
 
 
 class RunState:
@@ -40,7 +40,7 @@ class RunState:
         self.imported = None
 
     def capture(self):
-        """The state, JSON-able. It is the same on every rank except for the alarms; rank 0 writes it."""
+        """Return the state, JSON-able. It is the same on every rank except for the alarms; rank 0 writes it."""
         consumed, routers = self.config.run.samples_after(self.step), self.engine.router_sums
         optimizer = self.engine.optimizer
         frozen = optimizer.frozen if self.config.optimizer.train_only == "all" else optimizer.steps
@@ -61,18 +61,17 @@ class RunState:
         }
 
     def restore(self, saved, changes=()):
-        """Restore what ``capture`` returned; returns a sentence for each way in which the data differ from those of the
-        state.
+        """Restore what ``capture`` returned. Returns a sentence for each way in which the data have changed.
 
         changes: more such sentences, about changes that the data set does not know.
         """
         self.step, self.imported = saved["step"], saved.get("imported")
-        layers = len(self.engine.router_sums.shares)  # none where a mixture resumes without routers
+        layers = len(self.engine.router_sums.shares)  # 0 if a mixture resumes without routers
         shares = saved["router_shares"][:layers]
         steps = [saved.get(name, 0) for name in ("l1_steps", "rested_steps", "frozen_steps")]
         self.engine.adopt(saved["optimizer_steps"], shares, *steps)
         self.engine.restore(saved)
-        if self.step == 0:  # an imported model: nothing was read yet
+        if self.step == 0:  # an imported model has read nothing yet
             return []
         self.engine.guard.restore(saved["guard"])
         changes = [*changes, *self.dataset.changes(saved["data"], saved["consumed_samples"])]
@@ -85,7 +84,7 @@ class RunState:
 
 
 def first_state(model, imported):
-    """The state of a run that begins with an imported ``model`` (``ModelConfig``). imported: JSON-able."""
+    """Return the state of a run that begins with an imported ``model`` (``ModelConfig``). imported: JSON-able."""
     layers = model.routed_layers()
     return {
         "step": 0,
@@ -101,7 +100,7 @@ def first_state(model, imported):
 
 
 def read_state(step):
-    """The state in the step directory ``step``. Raises ConfigError if it is not a state."""
+    """Return the state in the step directory ``step``. Raises ConfigError if it is not a state."""
     path = step / "state.json"
     try:
         state = read_json(path)
@@ -165,7 +164,7 @@ def alarms_fit(state, model):
     conditions = [*alarms["streaks"], *alarms["ringing"]]
     lists = alarms["streaks"], alarms["ringing"], alarms["history"]
     return (
-        all(len({tuple(entry[:-1]) for entry in entries}) == len(entries) for entries in lists)  # each once
+        all(len({tuple(entry[:-1]) for entry in entries}) == len(entries) for entries in lists)  # each only once
         and all(len(condition) == 4 and is_count(condition[3]) for condition in conditions)
         and all(len(entry) == 3 and are_numbers(entry[2]) for entry in alarms["history"])
         and are_numbers(alarms["unseen"].values(), 0)
@@ -174,7 +173,7 @@ def alarms_fit(state, model):
 
 def data_fits(state, model):
     segments, units = state["data"]["segments"], state["data"]["units"]
-    if not segments or "images" in segments[0]:  # an import has none, and images one that says something else
+    if not segments or "images" in segments[0]:  # an import has none, and those of images have other entries
         return len(segments) == (state["step"] > 0) and isinstance(units, dict)
     firsts = [segment["first_sample"] for segment in segments]
     hashes = [*units.values(), *(segment["shards"] for segment in segments)]
@@ -211,7 +210,7 @@ RULES = {  # key -> (whether its value fits a state and the model, what the valu
 
 
 def state_problems(state, model):
-    """Sentences for the values of a state, as ``read_state`` gives it, that no run of ``model`` writes."""
+    """Return sentences for values of a state, as returned by ``read_state``, that no run of ``model`` writes."""
     found = []
     for key, (fits, rule) in RULES.items():
         try:

@@ -1,7 +1,7 @@
-"""A task: what a run has to know about what it trains.
+"""A task: what a run needs to know about the model and the data that it trains.
 
-Program, loop and resumption are the same for text and for images; a ``Task`` says what differs. There are three:
-``TEXT`` of moh_lm/run/text.py, ``VIT`` and ``DIT`` of moh_lm/vision/task.py. The class of the configuration holds
+Program, loop and resuming are the same for text and for images; a ``Task`` holds the differences. There are three:
+``TEXT`` in moh_lm/run/text.py, ``VIT`` and ``DIT`` in moh_lm/vision/task.py. The class of the configuration holds
 whatever does not need torch, such as the flags.
 """
 
@@ -27,12 +27,12 @@ class Task:
     make_engine        (config, groups, device, number of sources) -> ``Engine``
     make_loader        (config, data, groups, device) -> what reads the micro-batches of a rank
     make_evaluation    (config, engine, loader, log, progress) -> a function of the step, which all ranks call together;
-                       log: None on all ranks but the first; progress: is called as it goes
+                       log: None on all ranks but the first; progress: called during the evaluation
     flops              (model, seq_length, {layer: active heads as measured}) -> FLOPs of training for a token,
                        {"dense", "active"}
-    warnings           (config, data, world_size, device) -> sentences for what is hardly meant
+    warnings           (config, data, world_size, device) -> sentences about suspicious settings
     resume_problems    (config, state of a checkpoint, {field: value} of its configuration) -> sentences for why
-                       ``config`` cannot resume from it, beside what all tasks refuse
+                       ``config`` cannot resume from it, besides what all tasks refuse
     """
 
     config_type: type

@@ -22,7 +22,7 @@ SINK_SAMPLES = 8  # held-out sequences of a source in which attention to the fir
 
 
 def open_data(config, problems, dry_run):
-    """The configuration and the shards. Raises ConfigError with the problems of both."""
+    """Return the configuration and the shards. Raises ConfigError with the problems of both."""
     dataset = None
     absent = config.data.data_dir and not os.path.exists(config.data.data_dir)
     if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
@@ -38,7 +38,7 @@ def open_data(config, problems, dry_run):
             problems = problems + error.problems
     raise_any(list(dict.fromkeys(problems)))
     if dataset:
-        for read in (Tasks, Samples):  # so that what is wrong with them is said now
+        for read in (Tasks, Samples):  # so that their problems are reported now
             read(config, dataset.tokenizer_path)
     return config, dataset
 
@@ -58,7 +58,7 @@ def make_loader(config, dataset, groups, device):
 
 
 class Evaluation:
-    """Mean loss per token of every source's held-out windows, the scores of the tasks, and samples of text."""
+    """Measures the mean loss per token of each source's held-out windows, the scores of tasks, and samples of text."""
 
     def __init__(self, config, engine, loader, log, progress):
         self.run, self.engine, self.loader, self.log = config.run, engine, loader, log
@@ -102,7 +102,7 @@ def warnings(config, dataset, world_size, device=None):
 
 
 def budget_problems(config, saved, before):
-    """A sentence if a budget in tokens would be counted as if all samples had the current --seq-length."""
+    """Return a sentence if a budget in tokens would count all samples with the current --seq-length."""
     run, consumed = config.run, saved["consumed_samples"]
     read = tokens_read(saved["data"]["segments"], consumed, run.seq_length)
     if read == consumed * run.seq_length:
@@ -112,8 +112,8 @@ def budget_problems(config, saved, before):
         return []  # it was given as --train-iters
     needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
     return [
-        f"--train-tokens {run.train_tokens} would end at step {run.train_iters}, as if all of the {read} tokens read "
-        f"were of --seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
+        f"--train-tokens {run.train_tokens} would end at step {run.train_iters}, as if all {read} tokens so far had "
+        f"--seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
     ]
 
 

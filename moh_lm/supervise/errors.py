@@ -1,4 +1,4 @@
-"""How a rank reports why it ends: on standard error, once per node, and to torchrun, which prints it last.
+"""Reports why a rank ends: on standard error, once per node, and to torchrun, which prints it last.
 
 It imports nothing slow, so that wrong flags are reported before the imports that take seconds.
 """
@@ -42,10 +42,10 @@ def report_errors(problems, speaker=0, program="moh_lm.pretrain"):
 
 
 def report_to_torchrun(problems):
-    """Have torchrun, if it started this rank, name the ``problems`` as the cause at the end of its output."""
+    """Make torchrun, if it started this rank, name the ``problems`` as the cause at the end of its output."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and problems:
         cause = {"py_callstack": "\n".join(problems), "timestamp": str(int(time.time()))}
         text = json.dumps({"message": {"message": problems[0], "extraInfo": cause}})
-        with contextlib.suppress(OSError):  # /tmp is full: it is said all the same
+        with contextlib.suppress(OSError):  # /tmp may be full; the problems were printed already
             Path(path).write_text(text, encoding="utf-8")

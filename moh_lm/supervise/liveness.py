@@ -1,4 +1,4 @@
-"""The liveness check: which ranks still answer, so that a machine that died or froze is named.
+"""The liveness check finds the ranks that still answer, so that a machine that died or froze is named.
 
 Each rank has a thread that waits for calls in the store of the process group, with a connection of its own. A rank that
 fails calls all others. A rank that does not answer within seconds is dead, or stopped together with its machine; a rank
@@ -29,7 +29,7 @@ class LivenessCheck:
     def __init__(self, name, hosts):
         self.rank, self.hosts = dist.get_rank(), hosts
         try:
-            self.waiting, self.calling = connect(name), connect(name)  # the first blocks while it waits
+            self.waiting, self.calling = connect(name), connect(name)  # the first one blocks while it waits
         except (KeyError, RuntimeError):  # another kind of rendezvous: nothing can be checked
             self.calling = None
             return
@@ -40,15 +40,15 @@ class LivenessCheck:
         with contextlib.suppress(RuntimeError):  # the store is gone
             for number in count(1):
                 self.waiting.store.wait([f"{self.rank}/{number}"], NEVER)
-                while (call := self.waiting.read(f"{self.rank}/{number}")) is None:  # a stranger wrote it first
+                while (call := self.waiting.read(f"{self.rank}/{number}")) is None:  # a stranger wrote this key first
                     time.sleep(0.1)
                 if not call:
                     return
                 self.waiting.set(f"{call}/{self.rank}", "here")
 
     def unresponsive(self, seconds):
-        """A text that names the ranks that do not answer within ``seconds``; "" if all do, or if this cannot be
-        determined."""
+        """Return a text that names the ranks that do not answer within ``seconds``, "" if there are none or if this
+        cannot be determined."""
         if self.calling is None or len(self.hosts) == 1:
             return ""
         found = []
@@ -58,7 +58,7 @@ class LivenessCheck:
         return found[0] if found else self.without_store()
 
     def call(self, seconds):
-        """The same, provided that the store answers."""
+        """Do the same, provided that the store answers."""
         try:
             if found := self.calling.read("found"):
                 return found
@@ -93,14 +93,14 @@ class LivenessCheck:
 
 
 def connect(name):
-    """A separate connection to the store of this job."""
+    """Return a separate connection to the store of this job."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
     return SignedStore(f"liveness/{name}", store)
 
 
 def describe(ranks, hosts):
-    """"node2 (ranks 8, 9)" for each host of the ``ranks``."""
+    """Return "node2 (ranks 8, 9)" for each host of the ``ranks``."""
     by_host = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(str(rank))

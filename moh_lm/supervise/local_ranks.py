@@ -1,4 +1,4 @@
-"""The ranks on this machine: which processes they are, and whether these are alive."""
+"""The ranks on this machine: their processes, and whether these are alive."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ class Introduction(NamedTuple):
 
 
 def introduce():
-    """The ``Introduction`` of every rank; all call it together."""
+    """Return the ``Introduction`` of every rank. All ranks call it together."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -31,7 +31,7 @@ def introduce():
 
 
 def local_ranks(ranks):
-    """{rank: process id} of the other ranks on this machine; empty where there is no /proc to look them up in."""
+    """Return {rank: process id} of the other ranks on this machine, empty without /proc to look them up."""
     mine = ranks[dist.get_rank()]
     return {
         number: rank.process
@@ -41,7 +41,7 @@ def local_ranks(ranks):
 
 
 def process_state(pid):
-    """The letter of /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not yet collected; X: gone."""
+    """Return the letter in /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not collected; X if gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:

@@ -18,7 +18,7 @@ from moh_lm.training.deepspeed.process_groups import set_timeout
 
 
 def refuse_foreign_launcher():
-    """Raises ConfigError where mpirun or srun started several processes, each of which would be a run of its own.
+    """Raise ConfigError if mpirun or srun started several processes, each of which would be a run of its own.
 
     The same holds if a launcher does not say which device of the machine a rank uses, or where the ranks meet.
     """
@@ -32,7 +32,7 @@ def refuse_foreign_launcher():
 
 
 def start_process_group(timeout):
-    """Join the other ranks, by NCCL on GPUs and gloo elsewhere; returns this rank's device. timeout: seconds.
+    """Join the other ranks, with NCCL on GPUs or gloo elsewhere, and return this rank's device. timeout: seconds.
 
     Raises ConfigError if there is no GPU for this rank, or RendezvousError if it does not reach the others.
     """
@@ -43,7 +43,7 @@ def start_process_group(timeout):
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     start.quiet()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # it is this rank's: set below
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # the device is set below
     device = own_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
@@ -55,7 +55,7 @@ def start_process_group(timeout):
 
 
 def own_device():
-    """The device of this rank, made the current one. Raises ConfigError if this machine has no GPU for it."""
+    """Return this rank's device, after making it the current one. Raises ConfigError if there is no GPU for it."""
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), start.visible_gpus()
     if gpus is None:
         keep_freed_memory()

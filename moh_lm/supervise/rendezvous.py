@@ -17,8 +17,8 @@ import torch.distributed as dist
 from moh_lm.config import ConfigError
 from moh_lm.supervise.secret import SECRET, SignedStore
 
-RENDEZVOUS_TIMEOUT_S = 600  # for all ranks to come
-REFUSAL_TIMEOUT_S = 30  # how long a rank that cannot begin stays, so that the others hear it
+RENDEZVOUS_TIMEOUT_S = 600  # for all ranks to arrive
+REFUSAL_TIMEOUT_S = 30  # how long a rank that cannot start stays, so that the others learn of it
 ASK = "the output of the nodes may say why; check that each was started and can reach that address"
 PORT_REMEDY = "give another by MASTER_PORT with bash, --master_port with deepspeed, --master-port with torchrun"
 
@@ -28,7 +28,7 @@ class RendezvousError(ConfigError):
 
 
 def rendezvous_store():
-    """The store of this start, once all ranks have arrived in it. Raises RendezvousError."""
+    """Return the store of this start, once all ranks have arrived in it. Raises RendezvousError."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
@@ -40,7 +40,7 @@ def rendezvous_store():
     while store.add("ranks", 0) < world_size or absent_ranks(meeting, world_size):
         if refusal := meeting.read("refused"):
             wait_for_listeners(store)
-            raise RendezvousError([f"{refusal} cannot begin, and says why; the other ranks end"])
+            raise RendezvousError([f"{refusal} cannot start and prints the reason; the other ranks end"])
         if time.monotonic() > deadline:
             absent = absent_ranks(meeting, world_size)
             who = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:8])}{', ...' * (len(absent) > 8)}"
@@ -52,21 +52,21 @@ def rendezvous_store():
 
 
 def absent_ranks(meeting, world_size):
-    """Numbers, as texts, of the ranks that have not arrived. A stranger can change the count, but cannot claim that a
-    rank arrived."""
+    """Return the numbers, as texts, of ranks that have not arrived. A stranger can change the count, but cannot claim
+    that a rank arrived."""
     found = meeting.read_all([f"rank {number}" for number in range(world_size)])
     return [str(number) for number, text in enumerate(found) if text is None]
 
 
 def on_one_machine():
-    """Whether all ranks are on this machine, as their launcher says."""
+    """Return whether all ranks are on this machine, according to their launcher."""
     here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
     return os.environ.get("WORLD_SIZE", "1") == here
 
 
 def stay_on_loopback():
-    """Make this process listen on the loopback interface only, as all ranks are on this machine; no other machine can
-    connect."""
+    """Make this process listen only on the loopback interface, since all ranks are on this machine. No other machine
+    can then connect."""
     name = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
     if not on_one_machine() or name is None:
         return
@@ -77,7 +77,7 @@ def stay_on_loopback():
 
 
 def open_store(seconds):
-    """The part of the store that belongs to this start, a ``SignedStore``. seconds: how long to wait for it.
+    """Return the part of the store that belongs to this start, a ``SignedStore``. seconds: how long to wait for it.
 
     Raises RendezvousError.
     """
@@ -96,7 +96,7 @@ def open_store(seconds):
             raise RendezvousError([problem]) from error
         problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: rank {rank} found no rank 0 there within {seconds} s"
         raise RendezvousError([f"{problem}; {ASK}"]) from error
-    # torchrun keeps its store over a restart: ranks must not find the addresses of those before them.
+    # torchrun keeps its store over a restart, and ranks must not find the addresses of their predecessors.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     return SignedStore(f"{os.environ['WORLD_SIZE']} ranks, restart {start}", store)
 
@@ -120,5 +120,5 @@ def wait_for_listeners(store):
         deadline = time.monotonic() + REFUSAL_TIMEOUT_S
         while store.add("heard", 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if os.environ["RANK"] == "0":  # whose store the others still read
+        if os.environ["RANK"] == "0":  # the others still read its store
             time.sleep(1)

@@ -1,4 +1,4 @@
-"""The run directory: that it can be written, and that only one run writes to it."""
+"""Ensures that the run directory can be written, and that only one run writes to it."""
 
 import contextlib
 import errno
@@ -15,14 +15,14 @@ from moh_lm.parsing import read_json
 from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
-LOCK_SECONDS = 10  # to wait for a run directory that is in use
-REPLACED = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json", "report.html")  # by a run that starts
+LOCK_SECONDS = 10  # seconds to wait for a run directory that is in use
+REPLACED = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json", "report.html")  # files that a start replaces
 OF_LOCK = '{"host": '  # how the content of a lock begins
 
 
 def make_run_directory(path, keep=True):
-    """Raises ConfigError unless ``path`` is, or can be made, a directory that can be written, and has no file of
-    someone else that a run would replace. keep: whether a new directory stays."""
+    """Raise ConfigError unless ``path`` is or can become a writable directory, and holds no foreign file that a run
+    would replace. keep: whether a new directory stays."""
     path = Path(path)
     if step := step_around(path):
         raise ConfigError([f"--checkpoint-dir {path}: lies in a checkpoint, {step}; give the directory of a run"])
@@ -56,7 +56,7 @@ def foreign_file(path):
 
 
 def lock_run_directory(path, called="--checkpoint-dir"):
-    """Hold the run directory until this process ends, however it ends. The lock's file says who holds it.
+    """Lock the run directory until this process ends, however it ends. The lock's file says who holds it.
 
     called: the argument that named the directory. Raises ConfigError if another run holds it, with what is known about
     that run, or if no lock is possible.
@@ -82,9 +82,9 @@ def lock_run_directory(path, called="--checkpoint-dir"):
         more = describe_holder(name)
         raise ConfigError([f"{called} {path}: another run is writing to it{more}; or give another directory"])
     lock.seek(0)
-    if not OF_LOCK.startswith(lock.read(len(OF_LOCK))):  # a file of someone else keeps its content
+    if not OF_LOCK.startswith(lock.read(len(OF_LOCK))):  # a foreign file keeps its content
         return lock
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    with contextlib.suppress(OSError):  # the disk may be full; the lock holds anyway
         lock.truncate(0)
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         lock.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n")
@@ -102,7 +102,7 @@ def open_no_link(path, flags):
 
 
 def describe_holder(name):
-    """A text that says who holds the lock, how to check whether that process is alive, and what to do then."""
+    """Return a text that says who holds the lock, how to check whether that process is alive, and what to do then."""
     try:
         holder = read_json(name)
         host, process, since = holder["host"], int(holder["process"]), holder["since"]

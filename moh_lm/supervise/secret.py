@@ -30,7 +30,7 @@ class SignedStore:
         return f"{signature(self.name, key, text).hexdigest()} {text}" if os.environ.get(SECRET) else text
 
     def believed(self, key, value):
-        """The text of a ``value``, or None if a stranger wrote it."""
+        """Return the text of a ``value``, or None if a stranger wrote it."""
         text = value.decode(errors="replace")
         if os.environ.get(SECRET):
             text = text.partition(" ")[2]
@@ -40,7 +40,7 @@ class SignedStore:
         self.store.set(key, self.signed(key, text))
 
     def set_if_absent(self, key, text):
-        """The text that ``key`` has from now on: the existing one if it is believed, otherwise the new one."""
+        """Return the text that ``key`` has from now on: the existing one if it is believed, otherwise the new one."""
         value = self.store.compare_set(key, "", self.signed(key, text))
         before = self.believed(key, value)
         if before is None:
@@ -48,7 +48,7 @@ class SignedStore:
         return text if before is None else before
 
     def read(self, key):
-        """The text of ``key``; None if there is none, or none that is believed."""
+        """Return the text of ``key``, or None if there is none that is believed."""
         return self.believed(key, self.store.get(key)) if self.store.check([key]) else None
 
     def read_all(self, keys):
@@ -59,7 +59,7 @@ class SignedStore:
 
 
 def refuse_strangers(device):
-    """Have every rank prove to all others that it knows the secret. Returns the ranks that do not."""
+    """Make every rank prove to all others that it knows the secret. Returns the ranks that do not know it."""
     if not os.environ.get(SECRET):
         return []
     own = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8).to(device)
@@ -71,7 +71,7 @@ def refuse_strangers(device):
 
 
 def gathered(row):
-    """[bytes] of each rank -> [ranks, bytes], on the CPU."""
+    """Gather the row [bytes] of every rank to [ranks, bytes], on the CPU."""
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return torch.stack(rows).cpu()

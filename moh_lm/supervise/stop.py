@@ -1,4 +1,4 @@
-"""How a run is asked to stop. It ends with a checkpoint after the current step, evaluation or save.
+"""Handles requests to stop a run. It ends with a checkpoint after the current step, evaluation or save.
 
 Ctrl-C in a terminal reaches every process of the job, and launchers pass it on once more, so signals within ``SAME``
 seconds count as one request. A later signal ends the rank at once, even if its main thread is inside the communication
@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 
-SAME = 2  # seconds
+SAME = 2  # seconds within which signals are one request
 INTERRUPTED = 128 + signal.SIGINT  # exit code, like that of a process that the signal killed
 
 
@@ -36,7 +36,7 @@ class StopRequest:
         self.reason = signal.Signals(number).name
 
     def due(self):
-        """Whether this rank was asked to stop."""
+        """Return whether this rank was asked to stop."""
         if self.deadline and time.monotonic() >= self.deadline:
             self.reason = "--exit-after"
         return self.reason is not None

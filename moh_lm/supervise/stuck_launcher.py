@@ -1,4 +1,4 @@
-"""How a torchrun is ended that hangs although its ranks have already exited.
+"""Ends a torchrun that hangs although its ranks have already exited.
 
 If the machine of the rendezvous freezes, torchrun waits in a read without a time limit and ignores signals. It does not
 even collect its dead ranks, and the job would hold its machines forever.
@@ -12,7 +12,7 @@ LAUNCHER_TIMEOUT_S = 30  # seconds that a launcher may take to collect a rank th
 
 
 def end_stuck_launcher(patience=LAUNCHER_TIMEOUT_S):
-    """Call this before the rank exits: it makes sure that its torchrun ends too.
+    """Make sure that torchrun ends too; to be called before the rank exits.
 
     A separate process waits until this one is dead, and ``patience`` seconds more. If torchrun has not collected this
     one by then, the separate process kills torchrun.

@@ -1,4 +1,4 @@
-"""A run that cannot continue ends: with a message, the stacks of its ranks, and exit code 69.
+"""Ends a run that cannot continue with a message, the stacks of its ranks, and exit code 69.
 
 Each rank has a thread that looks every second whether another rank of its machine has died, and whether its own rank
 still makes progress. A process that was stopped by a signal is woken, so that it can report where it stands. Between
@@ -27,7 +27,7 @@ from moh_lm.training.deepspeed.process_groups import open_groups, set_timeout
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 GRACE_S = 3  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
-MARGIN_S = 60  # seconds by which the time-outs of the groups are longer: the watchdog comes first, and says more
+MARGIN_S = 60  # seconds by which time-outs of groups are longer, since the watchdog reports more
 
 
 class Watchdog:
@@ -84,7 +84,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self.timeout + 2 * GRACE_S, exit=True, file=sys.__stderr__)
 
     def dead(self):
-        """Names of the local ranks whose processes are dead."""
+        """Return the names of local ranks whose processes are dead."""
         gone = [(rank, pid) for rank, pid in self.local_ranks.items() if process_state(pid) in "ZX"]
         return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
 

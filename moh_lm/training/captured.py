@@ -8,17 +8,16 @@ backward pass returns the gradients that the graph has written. DeepSpeed's hook
 and its buckets, sums over micro-batches and reductions are those of an uncaptured run.
 
 A graph repeats kernels and no Python. The shares and the coefficient that routers follow are tensors that change in
-place (``BatchContext``). What else Python decides about a micro-batch is its kind, and a micro-batch of another kind,
-such as the first after a dense warm-up, is recorded anew. What a pass adds to lists, such as rows of routers, is taken
-from them during the capture, and every replay adds a copy of it.
+place (``BatchContext``). All other decisions of Python about a micro-batch form its kind, and a micro-batch of another
+kind, such as the first after a dense warm-up, is recorded again. Tensors that a pass adds to lists, such as rows of
+routers, are taken from them during the capture, and every replay adds copies of them.
 """
 
 from typing import NamedTuple
 
 import torch
 
-WARMUPS = 3  # in which libraries choose kernels and allocate what a capture must not
-TOLERANCE = 1e-4  # of a difference from the uncaptured loss, relative to 1 + the loss; besides rounding, of gradients
+from moh_lm.kernels.capture import TOLERANCE, Differs, capture_on_gpu, distance, rounding
 
 
 class Outputs(NamedTuple):
@@ -37,14 +36,12 @@ class Outputs(NamedTuple):
 class CapturedMicroBatch:
     """Called with tokens and labels, [b, s], in place of ``CausalLM.losses`` in training.
 
-    model: ``CausalLM``. recorders: returns the ``MicroBatchParts`` that a pass adds to. capture: returns a graph of a
-    function and what the function returned; by default of the current GPU. differences: (loss, gradient) of the newest
-    graph from an uncaptured run, the second relative to the largest gradient; None before there is a graph.
+    model: ``CausalLM``. recorders: returns the ``MicroBatchParts`` that a pass adds to. differences: (loss, gradient)
+    of the newest graph from an uncaptured run, see ``distance``; None before the first.
     """
 
-    def __init__(self, model, recorders, device, capture=None):
+    def __init__(self, model, recorders, device):
         self.model, self.recorders, self.device = model, recorders, device
-        self.capture = capture or capture_on_gpu
         self.weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.kind = self.inputs = self.graph = self.outputs = self.differences = None
 
@@ -60,19 +57,17 @@ class CapturedMicroBatch:
         return Replay.apply(self, *self.weights)
 
     def record(self, given):
-        """Capture a micro-batch like the ``given`` tensors. Raises RuntimeError if a replay is not right."""
+        """Capture a micro-batch like the ``given`` tensors. Raises ``Differs`` if a replay is not right."""
         self.kind = self.graph = self.outputs = None  # the memory of an older graph is free for the next one
         self.inputs = [None if tensor is None else tensor.to(self.device, copy=True) for tensor in given]
-        self.graph, self.outputs = self.capture(self.compute)
+        self.graph, self.outputs = capture_on_gpu(self.compute)
         self.inputs[0].copy_(self.inputs[0].roll(1, 1))  # a graph that had kept its first tokens would differ
         exact = self.compute()
         self.graph.replay()
         self.differences = loss, gradient = differences(self.outputs, exact)
-        if not (loss <= TOLERANCE and gradient <= 2 * torch.finfo(self.weights[0].dtype).eps + TOLERANCE):
-            raise RuntimeError(
-                f"--cuda-graph: a captured micro-batch differs from one without a graph, by {loss:.1e} in the loss and "
-                f"{gradient:.1e} of the largest gradient; leave the flag out, and report the device and torch's version"
-            )
+        if not (loss <= TOLERANCE and gradient <= rounding(self.weights[0].dtype)):
+            what = "a captured micro-batch differs from one without a graph"
+            raise Differs("--cuda-graph", what, f"{loss:.1e} in the loss and {gradient:.1e} of the largest gradient")
 
     def compute(self):
         """Run the micro-batch of ``inputs`` and return its ``Outputs``; ``recorders`` are left empty."""
@@ -87,7 +82,7 @@ class CapturedMicroBatch:
 
 
 class Replay(torch.autograd.Function):
-    """The mean loss and the losses of the micro-batch whose data are in the inputs of a graph."""
+    """Returns the mean loss and the losses of the micro-batch whose data are in the inputs of a graph."""
 
     @staticmethod
     def forward(ctx, captured, *weights):
@@ -103,31 +98,10 @@ class Replay(torch.autograd.Function):
         for parts, part in zip(ctx.captured.recorders(), outputs.parts, strict=True):
             if part is not None:
                 parts.add(part.clone())
-        return None, *outputs.gradients  # autograd copies what others hold
-
-
-def capture_on_gpu(function):
-    """Return a CUDA graph of ``function``, which takes nothing, and what it returned during the capture."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUPS):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the loader's thread pins memory meanwhile
-        outputs = function()
-    return graph, outputs
+        return None, *outputs.gradients  # autograd copies tensors that others hold
 
 
 def differences(found, exact):
-    """Return the difference of the mean losses, relative to 1 + the loss, and the largest of any gradient, relative to
-    the largest of that gradient. What is not finite in both counts as equal."""
-    pairs = [(mine, right) for mine, right in zip(found.gradients, exact.gradients, strict=True) if right is not None]
-    of_gradients = [distance(*pair) / pair[1].nan_to_num().abs().max().clamp_min(1e-30) for pair in pairs]
-    loss = distance(found.mean, exact.mean) / (1 + exact.mean.nan_to_num().abs())
-    return loss.item(), torch.stack(of_gradients).max().item()
-
-
-def distance(found, exact):
-    return (found.nan_to_num().float() - exact.nan_to_num().float()).abs().max()
+    """Return the ``distance`` of the mean losses, and the largest of any gradient."""
+    pairs = zip(found.gradients, exact.gradients, strict=True)
+    return distance(found.mean, exact.mean), max(distance(*pair) for pair in pairs if pair[1] is not None)

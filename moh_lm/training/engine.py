@@ -67,8 +67,8 @@ class Engine:
         self.num_sources = num_sources
         self.ema_decay = ema_decay
         self.guard = Guard(config.reliability)
-        self.sums = None  # of the step, or of the evaluation
-        self.step_check = None  # of the newest step
+        self.sums = None  # sums of the step, or of the evaluation
+        self.step_check = None  # check of the newest step
         self.model = self.build_model()
         self.blocks = modules_of(self.model)
         if config.run.compile:
@@ -76,7 +76,7 @@ class Engine:
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
                 set_z3_leaf_modules(self.model, [layer])
         self.attach_measurements()
-        self.freeze()  # before there is an optimizer, which has no state for a frozen parameter
+        self.freeze()  # before the optimizer exists, which keeps no state for frozen parameters
         self.wrap()
         self.address_weights()  # where DeepSpeed has put them
         self.begin(0)
@@ -131,14 +131,14 @@ class Engine:
         )
 
     def begin(self, step):
-        """Prepare for the iteration after ``step`` complete ones: in a dense warm-up all heads are on, and in one of
-        the batch there are fewer micro-batches."""
+        """Prepare for the iteration after ``step`` complete ones: a dense warm-up turns all heads on, and a warm-up of
+        the batch has fewer micro-batches."""
         config, samples = self.config, self.config.run.samples_after(step)
         self.dense_warmup = config.model.after(step) != config.model
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size(), samples)
         accumulate(self.engine, self.micro_batches)
         self.model.batch.begin(self.dense_warmup, self.micro_batches)
-        self.tokens = config.run.batch_at(samples) * config.seq_length  # of all ranks
+        self.tokens = config.run.batch_at(samples) * config.seq_length  # tokens of all ranks
 
     def compare_kernels(self):
         """Compare the requested kernels with torch on this device and return sentences about them. All ranks call it
@@ -161,7 +161,7 @@ class Engine:
         skipped = self.guard.skips(stats.code)
         if skipped:
             self.optimizer.drop_gradients()
-            self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
+            self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is equal to its master again
             self.refuse_lasting_faults(stats.code)
         else:
             self.optimizer.average()
@@ -181,7 +181,7 @@ class Engine:
             raise BadNumbers("; ".join(out_of_range[:3] + more))
         lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
         if lasting:
-            raise BadNumbers(f"{'; '.join(lasting)}; still so after weights were written from their fp32 masters again")
+            raise BadNumbers(f"{'; '.join(lasting)}; rewriting the weights from their fp32 masters did not help")
 
     def largest_weight(self):
         """Return the largest magnitude of this rank's master and frozen weights, []; NaN if one is NaN."""
@@ -191,7 +191,7 @@ class Engine:
     def out_of_range_weights(self):
         """Return sentences for this rank's master and frozen weights that cannot come from training."""
         masters = {fragment.name: fragment.tensors["master"] for fragment in self.fragments()}
-        # not the biases of routers: counts, which grow with the steps
+        # not the biases of routers, whose counts grow with the steps
         masters = {name: master for name, master in masters.items() if master.is_floating_point()}
         names, frozen = {p: name for name, p in self.named_parameters()}, self.frozen.weights()
         frozen = {names[parameter]: weight for parameter, weight in frozen.items()}
@@ -227,7 +227,7 @@ class Engine:
         return self.config
 
     def on_device(self, tensor):
-        return tensor.to(self.device, non_blocking=True)  # the other way this process waits for all earlier kernels
+        return tensor.to(self.device, non_blocking=True)  # a blocking copy would wait for all earlier kernels
 
     def named_parameters(self):
         """Yield (canonical name, parameter) of each parameter that this rank holds."""

@@ -1,7 +1,7 @@
 """Decides whether the gradients of a step may be applied.
 
 A step is skipped if its loss or gradient norm is not finite, or so large that it cannot come from training (a flipped
-bit of an exponent multiplies a number by up to 1e38), if it is a spike (and --on-spike says so), or if weights that
+bit of an exponent multiplies a number by up to 1e38), if it is a spike and --on-spike is skip, or if weights that
 several ranks hold were found to differ. All ranks decide together, before any of them changes a weight. A skipped step
 consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many skipped steps in
 a window end the run: a later start resumes from the last checkpoint, whose state is finite. A master weight that cannot
@@ -14,7 +14,7 @@ import statistics
 
 import torch
 
-FINE, SPIKE, OUT_OF_RANGE, DIVERGENCE, GRADIENT, LOSS = range(6)  # where ranks see different things, the highest counts
+FINE, SPIKE, OUT_OF_RANGE, DIVERGENCE, GRADIENT, LOSS = range(6)  # if ranks report different codes, the highest counts
 REASONS = (
     "",
     "spike",
@@ -36,7 +36,7 @@ class BadNumbers(Exception):
 
 
 class Guard:
-    """The losses and gradient norms of the last good steps, the steps that were skipped, and the rule to skip one."""
+    """The losses and gradient norms of the last good steps, the skipped steps, and the rule for skipping a step."""
 
     def __init__(self, settings):
         self.settings = settings

@@ -30,8 +30,8 @@ from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import Partition
 from moh_lm.parallel.mappings import all_gather
 
-COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
-SCALES = {  # of an update of m rows and n columns
+COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # those of torch.optim.Muon
+SCALES = {  # factors of an update with m rows and n columns
     "original": lambda m, n: math.sqrt(max(1, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),  # Liu et al. 2025, arXiv 2502.16982
 }
@@ -99,7 +99,7 @@ class Muon(torch.optim.AdamW):
     def step(self):
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["orthogonal"]]
-        step = torch.optim.AdamW.step  # torch wraps it in hooks, which are those of this step too
+        step = torch.optim.AdamW.step  # torch wraps it in hooks, which apply to this step too
         getattr(step, "__wrapped__", step)(self)
         self.param_groups = groups
         for group in groups:
@@ -122,7 +122,7 @@ class Muon(torch.optim.AdamW):
                     master[piece].sub_(update.to(master.device), alpha=rate * matrix.scale)
 
     def orthogonalised(self, matrices, pieces):
-        """This rank's pieces of the matrices in one turn, after their owners have orthogonalised them.
+        """Return this rank's pieces of the matrices in one turn, after their owners have orthogonalised them.
 
         matrices: the ``Matrix`` that each data-parallel rank owns, or None. pieces: this rank's flat piece of each
         matrix.
@@ -155,7 +155,7 @@ class Muon(torch.optim.AdamW):
 
 
 def scale_of(whole, blocks, config):
-    """The scale of the update of a matrix of shape ``whole``, or of each of its ``blocks``.
+    """Return the scale of the update of a matrix of shape ``whole``, or of each of its ``blocks``.
 
     Let --base-width be W and the width d = m W. An update with singular values near 1 changes the outputs equally at
     every width if its norm is that at W, because rows and columns keep their ratio (Yang et al. 2023, arXiv
@@ -173,7 +173,7 @@ def turns(matrices, ranks):
 
 
 def find_matrices(named_parameters, place, config, groups):
-    """The matrices in each flat master, {number of the master: [Matrix]}, equal on all data-parallel ranks.
+    """Return the matrices in each flat master, {number of the master: [Matrix]}, equal on all data-parallel ranks.
 
     named_parameters: pairs (name, parameter) to orthogonalise. place: returns this rank's ``Place`` in a parameter, or
     None. The owner of a matrix is the rank that holds most of it; if several do, the least busy of them.

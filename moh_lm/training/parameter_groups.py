@@ -1,4 +1,4 @@
-"""Which rule updates which parameter: optimizer, weight decay, and the scaling of learning rates with width.
+"""The rule that updates each parameter: optimizer, weight decay, and the scaling of learning rates with width.
 
 With --optimizer muon the matrices of the blocks are updated by Muon. AdamW updates all other parameters: embedding,
 output head, routers and norms. Matrices have weight decay, norms do not. Routers form a group of their own.
@@ -31,8 +31,8 @@ import torch
 from moh_lm.model.matrices import is_block_matrix
 from moh_lm.training.muon import Muon
 
-EPS = 1e-8  # Adam's
-TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_head.weight")  # the last: of the outputs
+EPS = 1e-8  # Adam's epsilon
+TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_head.weight")  # the last is an output
 
 
 class Rule(NamedTuple):
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
 
 
 def make_optimizer(named_parameters, config):
-    """The optimizer, AdamW or Muon, over the ``parameter_groups`` of pairs (canonical name, parameter)."""
+    """Return AdamW or Muon over the ``parameter_groups`` of pairs (canonical name, parameter)."""
     settings, groups = config.optimizer, parameter_groups(named_parameters, config)
     common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=EPS, fused=True)
     if settings.optimizer == "muon":
@@ -56,7 +56,7 @@ def make_optimizer(named_parameters, config):
 
 
 def rule_of(name, parameter, config):
-    """The ``Rule`` for a parameter with this canonical name."""
+    """Return the ``Rule`` for a parameter with this canonical name."""
     settings, ratio = config.optimizer, config.model.width_ratio
     if settings.optimizer == "muon" and is_block_matrix(name):
         rate = (settings.matrix_learning_rate or settings.learning_rate) / settings.learning_rate
@@ -75,7 +75,7 @@ def or_else(value, default):
 
 
 def parameter_groups(named_parameters, config):
-    """Groups for a torch optimizer, matrices before norms, each with the fields of its ``Rule`` and "params".
+    """Return groups for a torch optimizer, matrices before norms, each with the fields of its ``Rule`` and "params".
 
     named_parameters: (canonical name, parameter). Frozen parameters are in no group.
     """

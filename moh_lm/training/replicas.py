@@ -1,9 +1,9 @@
 """Checks that copies of a weight on several ranks agree bit for bit, since memory and links sometimes flip a bit.
 
-The bits of each weight are summed as integers, so the order does not matter and every single flip shows. Data-parallel
-ranks hold copies of all weights (not under ZeRO-3), tensor-parallel ranks of norms and routers, the first and last
-pipeline stage of a tied embedding, and all ranks of a stage those of router biases. ZeRO rewrites the weights from
-their masters in every step, so a flip lasts one step and spoils one gradient unless it is found before. By default
+The bits of each weight are summed as integers, so the order does not matter and every single flip shows. Copies exist
+of all weights on data-parallel ranks (not under ZeRO-3), of norms and routers on tensor-parallel ranks, of a tied
+embedding on the first and last pipeline stage, and of router biases on all ranks of a stage. ZeRO rewrites the weights
+from their masters in every step, so a flip lasts one step and spoils one gradient unless it is found before. By default
 weights are therefore compared in every step, which takes about a thousandth of its time on a CPU. A bias has no master:
 if ranks differ in one, the run ends.
 """
@@ -21,7 +21,7 @@ def replica_differences(named_parameters, tied, biases, parallel, groups):
     """
     named = list(named_parameters)
     replicated = [(name, parameter) for name, parameter in named if parameter.tensor_partition is None]
-    if parallel.zero_stage == 3:  # of each weight this rank keeps a slice, the same in all tensor-parallel ranks
+    if parallel.zero_stage == 3:  # this rank keeps a slice of each weight, the same slice as all tensor-parallel ranks
         slices = [(name, local_slice(parameter)) for name, parameter in replicated]
         return [*differences(biases, groups.data), *differences([*slices, *biases], groups.tensor)]
     found = [*differences([*named, *biases], groups.data), *differences([*replicated, *biases], groups.tensor)]
@@ -31,7 +31,7 @@ def replica_differences(named_parameters, tied, biases, parallel, groups):
 
 
 def differences(named, group):
-    """Sentences for the parameters among ``named`` that differ from what most ranks of ``group`` hold."""
+    """Return sentences for the parameters in ``named`` that differ from what most ranks of ``group`` hold."""
     if group is None or dist.get_world_size(group) == 1 or not named:
         return []
     mine = torch.stack([bit_sum(parameter.detach()) for _, parameter in named])  # [parameters] int64

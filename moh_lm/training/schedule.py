@@ -1,4 +1,4 @@
-"""The learning rate of each iteration: a pure function of the number of iterations done.
+"""The learning rate of each iteration, a pure function of the number of iterations done.
 
     cosine   linear warm-up, then half a cosine down to the lowest rate at the end of the run
     wsd      linear warm-up, then the peak, and a decay to the lowest rate over the last ``decay_iters`` iterations.

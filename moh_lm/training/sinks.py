@@ -3,9 +3,9 @@ attend to it (attention sinks, Xiao et al. 2023, arXiv 2309.17453).
 
     sink of a layer = mean of a_i(t, 0) over the tokens t >= 1 and the heads i that they use
 
-a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence. With --reset-at-documents it is
-the first token of the document, of which the sequence may hold a later part. Attention itself computes the weight: with
-a value of 1 for that token and 0 for all others, H_i is the weight.
+a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence. With --reset-at-documents, it
+is the first token of the document, which may have begun in an earlier sequence. Attention itself computes the weight:
+with a value of 1 for that token and 0 for all others, H_i is the weight.
 """
 
 import contextlib

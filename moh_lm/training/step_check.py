@@ -47,7 +47,7 @@ class StepCheck:
         self.guard = guard
         self.largest_weight = largest_weight
         self.compare_replicas = compare_replicas
-        self.gradient_not_finite = MicroBatchParts()  # [b] bool of each micro-batch
+        self.gradient_not_finite = MicroBatchParts()  # bool [b] for each micro-batch
         self.stats = None
 
     def watch_gradient(self, output):
@@ -62,16 +62,16 @@ class StepCheck:
         moh_lm.training.deepspeed.norms.
         """
         if self.stats:
-            raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
+            raise NotExamined("DeepSpeed asked twice for a step's gradient norm: its second update was not checked")
         sums = self.sums.reduce().sum(0)
         norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in copies]
         of_rank = [sums[0], norm, torch.stack(norms).max() if norms else norm, self.largest_weight()]
         of_rank = torch.stack([number.to(sums) for number in of_rank])
-        largest = of_rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)  # of which a maximum is sure
+        largest = of_rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)  # so that a maximum is reliable
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         numbers = torch.cat((sums[:2], of_rank[1:2], largest)).tolist()  # the one wait for the device in a step
         total, tokens, grad_norm, *largest, weight = numbers
-        now, tokens = time.perf_counter(), max(tokens, 1)  # documents of one token have no label
+        now, tokens = time.perf_counter(), max(tokens, 1)  # documents with a single token have no label
         code = max(self.guard.classify(largest[0] / tokens, value) for value in largest[1:])
         code = code if self.guard.is_finite_and_bounded(weight) else max(code, OUT_OF_RANGE)
         differences = []
@@ -85,10 +85,10 @@ class StepCheck:
     def result(self):
         """Return the ``GradientStats`` of the step. Raises NotExamined."""
         if not self.stats:
-            raise NotExamined("DeepSpeed never asked for the gradient norm of this step: its update was not looked at")
+            raise NotExamined("DeepSpeed never asked for the gradient norm of this step: its update was not checked")
         return self.stats
 
     def bad_sequences(self):
-        """Return the places in this rank's part of the step of sequences with a non-finite loss or gradient."""
+        """Return the places of sequences with a non-finite loss or gradient in this rank's part of the step."""
         flags = {"loss": self.sums.not_finite.take(), "gradient": self.gradient_not_finite.take()}
         return {name: [] if bad is None else bad.nonzero()[:, 0].tolist() for name, bad in flags.items()}

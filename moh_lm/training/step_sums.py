@@ -18,13 +18,13 @@ class StepSums:
     """Losses of one step, or of one evaluation.
 
     rows: number of sources that a sequence may come from. groups: ``ParallelGroups``. losses: [rows, 3] float64, the
-    loss summed over tokens, the number of tokens, the number of sequences. not_finite: [b] bool of each micro-batch,
+    loss summed over tokens, the number of tokens, the number of sequences. not_finite: bool [b] for each micro-batch,
     the sequences whose loss is not finite.
     """
 
     def __init__(self, rows, groups, device):
         self.groups = groups
-        self.counts_sequences = groups.context is None or groups.context.rank() == 0  # one of those that share one
+        self.counts_sequences = groups.context is None or groups.context.rank() == 0  # one of its ranks
         self.losses = torch.zeros(rows, 3, dtype=torch.float64, device=device)
         self.not_finite = MicroBatchParts()
 
@@ -41,7 +41,7 @@ class StepSums:
         return sum_over_ranks(self.losses, self.groups.data, self.groups.pipeline)
 
 
-# The coefficient of the L1 norm of ``relu`` gates, as ReMoE has it (arXiv 2412.14711): lambda = L1_START L1_FACTOR^n.
+# The coefficient of the L1 norm of ``relu`` gates, as in ReMoE (arXiv 2412.14711): lambda = L1_START L1_FACTOR^n.
 # After each step n grows by 1 if tokens selected more experts than the budget, over all layers, and falls if fewer.
 L1_START, L1_FACTOR = 1e-8, 1.2
 
@@ -49,7 +49,7 @@ L1_START, L1_FACTOR = 1e-8, 1.2
 class RouterSums:
     """What the routers of this rank report about a step, and the shares that ``global_batch`` balances against.
 
-    blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which is told what routers follow.
+    blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which receives what routers follow.
     layers: ``RoutedLayer``s of the whole model. shares: for each layer with routed experts, the share of a step's
     tokens that selected each of them, [E] float64. l1_steps: n of lambda, int64 [].
     """
@@ -75,7 +75,7 @@ class RouterSums:
         step's shares.
 
         sources: [b] of each of this rank's micro-batches. tokens: their number in the step over all ranks. frozen: keep
-        the shares and biases of the step before, because this step has no numbers, or none that can be trusted. A dense
+        the shares and biases of the previous step, because this step has no numbers that can be trusted. A dense
         warm-up adds nothing.
         """
         widths = [row_width(layer) for layer in self.layers]

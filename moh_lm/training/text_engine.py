@@ -22,7 +22,7 @@ from moh_lm.training.sinks import Sinks, with_numbers
 from moh_lm.training.step_check import StepCheck
 from moh_lm.training.step_sums import StepSums
 
-COMPARED_TOKENS = 4096  # at most, when kernels are compared with torch
+COMPARED_TOKENS = 4096  # the most tokens with which kernels are compared with torch
 
 
 class TextEngine(Engine):
@@ -54,6 +54,7 @@ class TextEngine(Engine):
             z_loss=self.config.optimizer.z_loss,
             fused_loss=run.fused_loss,
             fused_router=run.fused_router,
+            fused_projections=run.fused_projections,
         )
 
     def compare_kernels(self):
@@ -93,13 +94,13 @@ class TextEngine(Engine):
         return f"{math.prod(shape[:2]):,} tokens: {found}; {others:.2%} of the tokens select other heads"
 
     def compare_graph(self):
-        """Capture a made-up micro-batch of the shapes of the run's, and compare it with the same without a graph."""
+        """Capture a made-up micro-batch with the shapes of the run, and compare it with an uncaptured one."""
         run, data, size = self.config.run, self.config.data, self.config.run.micro_batch_size
         token = torch.arange(size * run.seq_length, device=self.device).view(size, -1)
         ids = local_shard(token * 7919 % self.config.model.vocab_size, self.groups.context)
         positions = token % run.seq_length if data.reset_at_documents or data.seq_length_warmup else None
         self.engine.train()
-        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight)  # of a step that is never taken
+        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight)  # for a step that is never taken
         self.model.batch.feed([positions], [token[:, 0]])
         self.captured(ids, ids.roll(-1, 1))
         loss, gradient = self.captured.differences

@@ -15,7 +15,7 @@ from moh_lm.vision.config import KINDS
 
 def main():
     open_closed_streams()
-    arguments = [text for text in sys.argv[1:] if not text.startswith("--local")]  # of the deepspeed launcher
+    arguments = [text for text in sys.argv[1:] if not text.startswith("--local")]  # a flag of the deepspeed launcher
     name, *arguments = arguments or [""]
     if name not in KINDS:
         print(__doc__ if name in ("-h", "--help") else f"moh_lm.vision {name}: give vit or dit first".strip())

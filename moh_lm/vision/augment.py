@@ -14,14 +14,14 @@ from PIL import Image, ImageEnhance, ImageOps
 
 MEAN, DEVIATION = {3: (0.485, 0.456, 0.406), 1: (0.5,)}, {3: (0.229, 0.224, 0.225), 1: (0.5,)}  # of the channels
 MODES = {3: "RGB", 1: "L"}
-KEPT = 0.875  # of the shorter side of an image that is evaluated
-SWITCH = 0.5  # share of batches with CutMix, where there is Mixup too
-STRONGEST = 10  # of the strengths of RandAugment
+KEPT = 0.875  # share of the shorter side that an evaluation keeps
+SWITCH = 0.5  # share of batches with CutMix, if there is Mixup too
+STRONGEST = 10  # the largest strength of RandAugment
 
 
 def random_crop(image, size, least_area, rng):
-    """Resize to size x size a random part of the image, with at least ``least_area`` of its area and sides from 3:4 to
-    4:3 (Szegedy et al. 2014, arXiv 1409.4842)."""
+    """Resize a random part of the image to size x size. The part has at least ``least_area`` of the area and sides from
+    3:4 to 4:3 (Szegedy et al. 2014, arXiv 1409.4842)."""
     width, height = image.size
     for _ in range(10):
         area = width * height * rng.uniform(least_area, 1)
@@ -30,7 +30,7 @@ def random_crop(image, size, least_area, rng):
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)
             break
-    else:  # the middle, as much of it as the ratios allow
+    else:  # as much of the middle as the ratios allow
         w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
         left, top = (width - w) // 2, (height - h) // 2
     return image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + w, top + h))

@@ -241,10 +241,10 @@ class ImageTraining(TaskConfig):
     run: ImageRunConfig = field(default_factory=ImageRunConfig)
     unit, sample_name = "mean over images", "images"
     of_presets = "sets sizes and heads, unless other flags do"
-    of_data = ("seed",)  # of the order of the images
+    of_data = ("seed",)  # the seed determines the order of images
     of_loss = (
         "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "horizontal_flip", "label_smoothing",
-        "micro_batch_size",  # whose images Mixup and CutMix join, and over which a balance loss counts
+        "micro_batch_size",  # Mixup and CutMix combine its images, and balance losses count over it
     )  # fmt: skip
 
     @property
@@ -297,5 +297,5 @@ def kind_of_run(directory):
     try:
         program = read_json(Path(directory) / "config.json").get("program")
     except (OSError, ValueError, AttributeError):
-        return Config  # which says what is wrong
+        return Config  # it reports what is wrong
     return next((kind for kind in KINDS.values() if kind.program == program), Config)

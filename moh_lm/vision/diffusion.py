@@ -1,4 +1,4 @@
-"""Diffusion: images that become noise in T steps, the loss of a model that predicts the noise, and sampling with it.
+"""Diffusion turns images into noise in T steps. Here are the loss of a model that predicts the noise, and sampling.
 
 With the linear schedule beta_t (Ho et al. 2020, arXiv 2006.11239), a_t = prod (1 - beta_1..t) and noise e ~ N(0, 1)
 
@@ -21,7 +21,7 @@ import torch
 
 
 class Diffusion:
-    """The schedule of ``steps`` steps, more than 20; with ``drawn``, a chain of that many of them, 2 or more.
+    """The schedule of ``steps`` steps, more than 20; with ``drawn``, a chain of ``drawn`` of these steps, 2 or more.
 
     timesteps: the steps of the schedule that are in the chain, evenly spaced and rounded as in DiT's code.
     """
@@ -75,9 +75,9 @@ class Diffusion:
         """Sample images of classes y, int64 [b], along the chain. noises: an iterator of [b, c, H, W]; the first is
         x_T.
 
-        predict: see ``losses``. With guidance, e' is that of ``no_class`` plus ``cfg_scale`` times the difference that
-        the class makes (Ho and Salimans 2022, arXiv 2207.12598), in all channels; DiT's code guides only the first
-        three. w is that of the class.
+        predict: see ``losses``. With guidance, e' is the output for ``no_class`` plus ``cfg_scale`` times the
+        difference that the class makes (Ho and Salimans 2022, arXiv 2207.12598), in all channels; DiT's code guides
+        only the first three. w is the output for the class.
         """
         x = next(noises)
         for place in reversed(range(len(self.timesteps))):

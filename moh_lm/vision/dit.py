@@ -6,7 +6,7 @@ attention is Mixture-of-Head: the heads are multiplied by the gates of ``HeadRou
 their heads.
 
 Parameters have the names and first values of the authors' code; its wg, wg_0 and wg_1 are those of the router.
-Positions are computed, and not in files. The noise and the loss are in moh_lm/vision/diffusion.py.
+Positions are computed, not stored in files. The noise and the loss are in moh_lm/vision/diffusion.py.
 
 Shapes: b images [c, H, W] of s = H W / p^2 tokens, row by row, p the side of a patch; d width, h heads, e head
 dimension.
@@ -27,8 +27,8 @@ from moh_lm.model.transformer import WholeModel, loss_terms
 from moh_lm.vision.diffusion import Diffusion, image_noise
 from moh_lm.vision.parameters import describe, described, linear
 
-INIT_STD = 0.02  # of tables and of the MLP of the step
-FREQUENCIES = 128  # of a step: half of its features
+INIT_STD = 0.02  # of tables and of the step's MLP
+FREQUENCIES = 128  # frequencies of a step, half of its features
 
 
 class DiT(WholeModel):
@@ -41,7 +41,7 @@ class DiT(WholeModel):
         self.batch, terms = BatchContext(), loss_terms(config)
         patches = described(nn.Conv2d(c, d, p, p), bound=xavier(c * p * p, d))
         steps = linear(2 * FREQUENCIES, d, INIT_STD), nn.SiLU(), linear(d, d, INIT_STD)
-        classes = nn.Embedding(config.num_classes + 1, d)  # the last one: no class
+        classes = nn.Embedding(config.num_classes + 1, d)  # the last one means no class
         describe(classes.weight, INIT_STD)
         self.x_embedder = nn.ModuleDict({"proj": patches})
         self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(*steps)})
@@ -104,7 +104,7 @@ class DiTBlock(RoutedBlock):
 class Attention(nn.Module):
     """Mixture-of-Head attention of every token to every token, or ordinary attention without a router.
 
-    The rows of qkv: of queries, keys and values, each head by head.
+    The rows of qkv are those of queries, keys and values, each ordered by head.
     """
 
     def __init__(self, layer, loss_terms):
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         if layer.routed is not None:
             self.router = HeadRouter(layer, layer.index, INIT_STD, loss_terms=loss_terms)
             for weight in self.router.parameters():
-                if weight.init_std:  # those of ``sigmoid`` begin with 0
+                if weight.init_std:  # weights of ``sigmoid`` start at 0
                     describe(weight, bound=xavier(*weight.shape))
 
     def forward(self, x, inputs, replay):

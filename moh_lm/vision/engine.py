@@ -1,4 +1,4 @@
-"""The training engine of image models: their loss; steps, optimizer and checkpoints are those of every task.
+"""The training engine of image models defines their loss. Steps, optimizer and checkpoints are those of every task.
 
 Shapes: b images of a micro-batch.
 """
@@ -15,7 +15,7 @@ class ImageEngine(Engine):
 
     def __init__(self, config, groups, device, num_sources):
         self.network, layer = MODELS[config.kind]
-        torch.backends.cudnn.deterministic = True  # else a convolution's sums depend on what cuDNN chose
+        torch.backends.cudnn.deterministic = True  # else a convolution's sums depend on the kernel that cuDNN chooses
         super().__init__(config, groups, device, num_sources, layer, config.run.ema_decay)
 
     def build_model(self):

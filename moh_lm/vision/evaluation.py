@@ -15,9 +15,9 @@ from moh_lm.vision.pictures import grid
 
 
 class Evaluation:
-    """The mean loss of the held-out images, with the moving average of the weights if there is one."""
+    """Measures the mean loss of held-out images, with the moving average of the weights if there is one."""
 
-    counted = ()  # what is counted of the images besides their losses
+    counted = ()  # what subclasses count besides losses
 
     def __init__(self, config, engine, loader, log, progress):
         self.config, self.engine, self.loader, self.log, self.progress = config, engine, loader, log, progress
@@ -31,7 +31,7 @@ class Evaluation:
 
     @torch.no_grad()
     def means(self, micro_batches):
-        """Return {"loss", and each of ``counted``}: means over the images of all ranks; {} without images."""
+        """Return {"loss", and each of ``counted``}, means over the images of all ranks; {} without images."""
         sums = torch.zeros(2 + len(self.counted), dtype=torch.float64, device=self.engine.device)
         self.engine.engine.eval()
         with self.engine.optimizer.averaged():
@@ -42,7 +42,7 @@ class Evaluation:
         return {name: value / images for name, value in values.items()} if images else {}
 
     def sums(self, batch):
-        """Number of images, sum of their losses, and as many of them as ``counted`` says: [] each."""
+        """Return the number of images, the sum of their losses, and the number for each of ``counted``, [] each."""
         _, losses, counted = self.engine.losses(batch)
         return counted.sum(), losses.double().sum()
 

@@ -1,14 +1,14 @@
 """The attention layers of TransNeXt (Shi 2024, arXiv 2311.17132), with a gate per head (arXiv 2410.11842, Eq. 4).
 
-Both compare directions. Query i sees n_i keys, and a head with temperature t has the scores
+Both score keys by direction only. Query i sees n_i keys, and a head with temperature t has the scores
 
     q_i k_j + b_ij,   k_j = W_k x_j / |W_k x_j|,   q_i = softplus(t) ln(n_i) (u_i + c),   u_i = W_q x_i / |W_q x_i|
 
 c is the query embedding. b_ij is an MLP of the distances between i and j on both axes, on a logarithmic scale.
 
-``CosineAttention`` goes over all tokens. In ``AggregatedAttention`` a token sees the 3 x 3 tokens around it and the
-image pooled to cells, under one softmax. The score of a neighbour has a learned bias in place of b, and to its weight
-is added u_i a_j + v_j, with the learned tokens a and biases v of its place in the window.
+In ``CosineAttention`` a token sees all tokens. In ``AggregatedAttention`` it sees the 3 x 3 tokens around it and the
+image pooled to cells, under one softmax. The score of a neighbour has a learned bias in place of b, and u_i a_j + v_j
+is added to its weight, with the learned tokens a and biases v of its place in the window.
 
 Shapes: s = side^2 tokens of an image, row by row, b images, d width, h heads, e head dimension, c = cells^2 cells.
 """
@@ -25,8 +25,8 @@ from moh_lm.model.transformer import INIT_STD
 from moh_lm.vision.parameters import describe, described, layer_norm, linear
 
 WINDOW = 3
-FIRST_SCALE = 1 / 0.24  # softplus(t) at the beginning
-BIAS_WIDTH = 512  # of the MLP
+FIRST_SCALE = 1 / 0.24  # initial value of softplus(t)
+BIAS_WIDTH = 512  # width of the MLP
 
 
 class CosineAttention(nn.Module):
@@ -78,7 +78,7 @@ class CosineAttention(nn.Module):
         return ((unit + self.query_embedding.squeeze(1)) * scale).to(unit.dtype)
 
     def position_bias(self):
-        """b of all pairs: [s, c, h]; every token is a cell where none are pooled."""
+        """Return b of all pairs, [s, c, h]; without pooling, every token is a cell."""
         distances = self.distances.to(self.query_embedding.dtype)
         table = self.cpb_fc2(F.relu(self.cpb_fc1(torch.cartesian_prod(distances, distances))))  # [pairs, h]
         pairs = self.rows[:, None, :, None] * len(distances) + self.rows[None, :, None, :]
@@ -130,9 +130,9 @@ class AggregatedAttention(CosineAttention):
         return F.normalize(key, dim=-1), value
 
     def neighbours(self, x):
-        """Views of x [s, b, h, e] that have each token's neighbours, one for each place in the window, row by row.
+        """Yield views of x [s, b, h, e] with each token's neighbours, one for each place in the window, row by row.
 
-        What is there of a neighbour outside the image belongs to another row, or is 0.
+        The values of a neighbour outside the image belong to another row, or are 0.
         """
         edge = WINDOW // 2 * (self.side + 1)
         x = F.pad(x, (0, 0, 0, 0, 0, 0, edge, edge))
@@ -141,8 +141,8 @@ class AggregatedAttention(CosineAttention):
 
 
 def axis_distances(side, cells):
-    """The distances along an axis from each of ``side`` tokens to the middle of each of ``cells``: those that occur,
-    float64 [n], on a logarithmic scale, and which of them each is, int64 [side, cells]."""
+    """Return the distinct distances along an axis from ``side`` tokens to the middles of ``cells``, float64 [n] on a
+    logarithmic scale, and the index of each pair's distance, int64 [side, cells]."""
     cell = np.arange(cells)
     middles = (cell * side // cells + -(-(cell + 1) * side // cells) - 1) / 2
     distances, rows = np.unique(np.arange(side)[:, None] - middles, return_inverse=True)
@@ -151,13 +151,13 @@ def axis_distances(side, cells):
 
 
 def to_images(x):
-    """[s, b, d] -> [b, d, side, side]."""
+    """Map [s, b, d] to [b, d, side, side]."""
     side = math.isqrt(len(x))
     return x.unflatten(0, (side, side)).permute(2, 3, 0, 1)
 
 
 def to_tokens(images):
-    """[b, d, side, side] -> [s, b, d]."""
+    """Map [b, d, side, side] to [s, b, d]."""
     return images.flatten(2).permute(2, 0, 1)
 
 

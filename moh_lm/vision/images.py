@@ -1,4 +1,4 @@
-"""Images of class folders, in a directory or a tar, and the micro-batches of a classifier.
+"""Images in class folders, in a directory or a tar, and the micro-batches of a classifier.
 
 Everything about sample n of a run follows from (--seed, n): which image it is, how it is augmented, and which random
 numbers the model draws. A resumed run therefore reads the same samples, with any number of ranks and workers.
@@ -38,8 +38,8 @@ from moh_lm.vision.augment import (
 )
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-ORDER, SAMPLE, MIXED, HELD_OUT, HASHED = range(5)  # what random numbers are for
-MOST_HASHED, MOST_BYTES = 2048, 1 << 24  # images, and bytes of them, that are hashed when a data set is opened
+ORDER, SAMPLE, MIXED, HELD_OUT, HASHED = range(5)  # uses of random numbers
+MOST_HASHED, MOST_BYTES = 2048, 1 << 24  # the most images, and bytes, that are hashed when a data set is opened
 
 
 class ImageBatch(NamedTuple):
@@ -57,7 +57,7 @@ class ImageBatch(NamedTuple):
 
 
 class ImagePlace(NamedTuple):
-    """Where an image lies: ``size`` bytes (-1: all) of a file from ``start`` on. member: its name in a tar."""
+    """The place of an image: ``size`` bytes (-1: all) of a file from ``start`` on. member: its name in a tar."""
 
     file: str
     member: str
@@ -65,13 +65,13 @@ class ImagePlace(NamedTuple):
     size: int
 
     def data(self):
-        """The bytes of the file. Raises OSError."""
+        """Return the bytes of the image. Raises OSError."""
         with open(self.file, "rb") as file:
             file.seek(self.start)
             return file.read(self.size)
 
     def read(self, channels):
-        """The Pillow image, grey or RGB. Raises ShardError if the bytes are not an image."""
+        """Return the Pillow image, grey or RGB. Raises ShardError if the bytes are not an image."""
         try:
             image = Image.open(io.BytesIO(self.data()))
             if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
@@ -108,7 +108,7 @@ class Images:
         self.notes = [
             f"{path}: {len(links)} links are left out, such as {link}; pack the files with tar -h" for link in links[:1]
         ]
-        self.names = sorted(filter(is_image, files))  # not those in hidden folders
+        self.names = sorted(filter(is_image, files))  # without hidden folders
         if not any("/" in name for name in self.names):
             raise ConfigError([f"{path}: holds no image in a folder; give a directory or tar of class folders"])
         self.spans = np.array([files[name] for name in self.names], dtype="<i8")
@@ -129,7 +129,7 @@ class Images:
             raise unreadable(error) from error
 
     def identity(self):
-        """What distinguishes these images from others, as JSON values."""
+        """Return what distinguishes these images from others, as JSON values."""
         return {"sha256": self.sha256, "sampled": self.sampled, "sizes": self.sizes, "times": self.times}
 
     def place(self, index):
@@ -137,23 +137,23 @@ class Images:
         return ImagePlace(*(self.path, name) if self.in_tar else (os.path.join(self.path, name), ""), start, size)
 
     def problems(self, model):
-        """Sentences that say why ``model`` cannot read these images."""
+        """Return sentences that say why ``model`` cannot read these images."""
         channels = f"--in-channels {model.in_channels}: {self.path} holds images; choose 1 (grey) or 3 (RGB)"
         return [] if model.in_channels in MODES else [channels]
 
 
 def unreadable(error):
-    """The ConfigError for an OSError of a file."""
+    """Return the ConfigError for an OSError of a file."""
     reason = f"cannot be read ({error.strerror.lower()}); make it readable, or move it away"
     return ConfigError([f"{error.filename}: {reason}"])
 
 
 def folder_files(path):
-    """All images below a directory: {name: (0, size in bytes, time of modification in seconds)}. Raises ConfigError.
+    """Return all images below a directory, {name: (0, bytes, time of modification in seconds)}. Raises ConfigError.
 
-    A link is not followed if it leads back to a folder that the walk is inside of.
+    A link is not followed if it leads back to a folder above it.
     """
-    found, walked = {}, {path: set()}  # the folders above each that is to come
+    found, walked = {}, {path: set()}  # the folders above each folder that is still to be walked
     for folder, folders, names in os.walk(path, onerror=refuse_folder, followlinks=True):
         here, real = os.path.realpath(folder), {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
         above = walked.pop(folder) | {here}
@@ -173,7 +173,7 @@ def folder_files(path):
 
 
 def tar_files(path):
-    """All files in a tar, {name: (first byte, size in bytes, time of modification in seconds)}, and the names of links
+    """Return all files in a tar, {name: (first byte, bytes, time of modification in seconds)}, and the names of links
     that point to no earlier file.
 
     If a name occurs twice, the last file counts, as it does when the tar is unpacked.
@@ -187,13 +187,13 @@ def tar_files(path):
                     raise tarfile.ReadError(f"{name} is stored with holes; pack without --sparse")
                 if file.isfile():
                     spans[name] = file.offset_data, file.size, int(file.mtime)
-                elif file.islnk() and (other := unpacked(file.linkname)) in spans:  # of a file before it
+                elif file.islnk() and (other := unpacked(file.linkname)) in spans:  # a link to an earlier file
                     spans[name] = spans[other]
                 elif file.issym() or file.islnk():
                     links.append(name)
             tar.fileobj.seek(tar.offset)
             end = tar.fileobj.read(tarfile.BLOCKSIZE)
-            if len(end) < tarfile.BLOCKSIZE or end.strip(tarfile.NUL):  # tarfile takes a damaged header for the end
+            if len(end) < tarfile.BLOCKSIZE or end.strip(tarfile.NUL):  # tarfile mistakes a damaged header for the end
                 raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset}")
             while rest := tar.fileobj.read(1 << 20):
                 if rest.strip(tarfile.NUL):
@@ -207,7 +207,7 @@ def tar_files(path):
 
 
 def unpacked(name):
-    """The path to which ``tar`` unpacks a name, relative to the directory."""
+    """Return the path to which ``tar`` unpacks a name, relative to the directory."""
     return os.path.normpath(name).lstrip("/")
 
 
@@ -216,17 +216,17 @@ def is_image(name):
 
 
 def names_hash(names, labels):
-    """SHA-256 of the names of images and their labels."""
+    """Return the SHA-256 of the names of images and their labels."""
     lines = "".join(f"{name}\t{label}\n" for name, label in zip(names, labels.tolist(), strict=True))
     return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
 
 def sample_hash(count, read, digest=None):
-    """SHA-256 of what ``read`` returns for the numbers of ``count`` images.
+    """Return the SHA-256 of what ``read`` returns for the numbers of ``count`` images.
 
-    Reading all images of a large data set would delay the start of a run. There the hash covers a fixed random choice
+    Reading all images of a large data set would delay the start of a run. The hash then covers a fixed random choice
     of at most ``MOST_HASHED`` images and ``MOST_BYTES`` bytes, which takes 0.02 s, a third of the time to open 10,000
-    small images. digest: a hash to add to.
+    small images. digest: a hash to update.
     """
     digest, left = digest or hashlib.sha256(), MOST_BYTES
     for index in generator(HASHED, count).permutation(count)[:MOST_HASHED].tolist():
@@ -239,13 +239,13 @@ def sample_hash(count, read, digest=None):
 
 
 def generator(*numbers):
-    """An independent random generator for each combination of ``numbers``."""
+    """Return an independent random generator for each combination of ``numbers``."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers)))
 
 
 @lru_cache(maxsize=2)
 def order(seed, epoch, count):
-    """The order of ``count`` images in an epoch: int64 [count]."""
+    """Return the order of ``count`` images in an epoch, int64 [count]."""
     return generator(ORDER, seed, epoch).permutation(count)
 
 
@@ -274,7 +274,7 @@ class Samples:
     def __getitem__(self, request):
         try:
             inputs, sources = self.inputs(request)
-        except ShardError as error:  # raised by the reader of the batches: of a worker's errors torch makes many lines
+        except ShardError as error:  # ``batches_of`` raises it: torch makes many lines of a worker's error
             return error
         numbers = torch.from_numpy(request.numbers) if request.training else None
         return ImageBatch(inputs, torch.from_numpy(request.labels), sources, numbers)

@@ -1,4 +1,4 @@
-"""What a diffusion model reads: latents of images, or small images, with a time step, a class and noise.
+"""The inputs of a diffusion model: latents of images, or small images, with a time step, a class and noise.
 
 tools/encode_latents.py writes a directory of latents:
 
@@ -39,7 +39,7 @@ REMEDY = "restore the directory, or remove it and run tools/encode_latents.py ag
 
 
 class LatentPlace(NamedTuple):
-    """Where the latents of an image lie. checksums: CRC-32 for the image and its mirror image; None if unknown."""
+    """The place of an image's latents. checksums: CRC-32 for the image and its mirror image, or None if unknown."""
 
     path: str
     index: int
@@ -47,7 +47,7 @@ class LatentPlace(NamedTuple):
     checksums: list[int] | None = None
 
     def draw(self, mirrored, rng):
-        """Latents float32 [c, s, s] of the image or its mirror image. Raises ShardError if they are damaged."""
+        """Draw latents, float32 [c, s, s], of the image or its mirror image. Raises ShardError if they are damaged."""
         moments = moments_of(self.path)[self.index, int(mirrored)]
         if self.checksums and zlib.crc32(moments.tobytes()) != self.checksums[int(mirrored)]:
             damaged = f"the latents of image {self.index} are damaged: their CRC-32 is not that in {CHECKSUMS}"
@@ -107,7 +107,7 @@ class Latents:
         return [] if self.hash else [f"{self.path} has no checksums, so damage would go unnoticed; {remedy}"]
 
     def identity(self):
-        """What distinguishes these latents from others, as JSON values."""
+        """Return what distinguishes these latents from others, as JSON values."""
         return {"sha256": self.sha256, "sampled": self.sampled, **({"content": self.hash} if self.hash else {})}
 
     def place(self, index):
@@ -115,7 +115,7 @@ class Latents:
         return LatentPlace(self.path, int(index), self.factor, checksums)
 
     def problems(self, model):
-        """Sentences that say why ``model`` cannot read these latents."""
+        """Return sentences that say why ``model`` cannot read these latents."""
         if not hasattr(model, "input_size"):
             return [f"{self.path}: holds latents, and a ViT reads images; give a directory or tar of class folders"]
         channels, size = self.shape[2] // 2, self.shape[3]
@@ -127,14 +127,14 @@ class Latents:
 
 
 def content_hash(facts, labels, checksums):
-    """SHA-256 of the labels, the checksums and the other values in latents.json; it covers the whole directory."""
+    """Return the SHA-256 of labels, checksums and the other values in latents.json, which covers the directory."""
     known = json.dumps({key: value for key, value in sorted(facts.items()) if key != "content"})
     parts = known.encode(), labels.astype("<i8").tobytes(), checksums.astype("<u4").tobytes()
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def array_in(path, mmap_mode=None):
-    """The array in a file. Raises OSError, also for a pipe, or what NumPy does."""
+    """Return the array in a file. Raises OSError, also for a pipe, or what NumPy does."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path.name}")
     return np.load(path, mmap_mode)
@@ -142,13 +142,13 @@ def array_in(path, mmap_mode=None):
 
 @lru_cache
 def moments_of(path):
-    """The memory-mapped latents of a directory: [N, 2, 2c, s, s], fp16 or fp32."""
+    """Return the memory-mapped latents of a directory, [N, 2, 2c, s, s], fp16 or fp32."""
     return array_in(Path(path) / LATENTS, mmap_mode="r")
 
 
 def center_crop(image, size):
-    """The central size x size pixels of a Pillow image, halved while its shorter side is at least twice ``size``, and
-    then resized and cut. ADM does the same (Dhariwal and Nichol 2021, arXiv 2105.05233)."""
+    """Return the central size x size pixels of a Pillow image, which is halved while its shorter side is at least twice
+    ``size``, then resized and cropped, as in ADM (Dhariwal and Nichol 2021, arXiv 2105.05233)."""
     while min(image.size) >= 2 * size:
         image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -165,7 +165,7 @@ def pixels(image):
 
 
 def quarters(steps):
-    """The names of the sources, which are quarters of the time steps: t belongs to quarter 4 t // steps."""
+    """Return the names of the sources, which are quarters of the time steps: t belongs to quarter 4 t // steps."""
     ends = [-(-part * steps // 4) for part in range(5)]
     return [f"t {first}-{end - 1}" for first, end in zip(ends, ends[1:], strict=False)]
 

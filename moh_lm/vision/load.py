@@ -11,7 +11,7 @@ from moh_lm.vision.config import ImageTraining, kind_of_run
 from moh_lm.vision.dit import DiT, DiTBlock
 from moh_lm.vision.transnext import Block, TransNeXt
 
-MODELS = {"vit": (TransNeXt, Block), "dit": (DiT, DiTBlock)}  # and their layers
+MODELS = {"vit": (TransNeXt, Block), "dit": (DiT, DiTBlock)}  # models and their layers
 
 
 @torch.no_grad()

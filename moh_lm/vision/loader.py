@@ -1,6 +1,6 @@
 """Turns images into micro-batches: what a run of an image model reads, and each rank's share of a step.
 
---workers processes read ahead of the training loop, a micro-batch each; without them a step is read on demand.
+--workers processes read ahead of the training loop, one micro-batch each. Without them, steps are read on demand.
 """
 
 import os
@@ -20,8 +20,8 @@ from moh_lm.units import listing
 from moh_lm.vision.images import Images, Request, ViTSamples, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents
 
-AHEAD = 2  # steps that are read before they are asked for
-NAMED = 3  # class folders that a sentence names
+AHEAD = 2  # steps that are read ahead
+NAMED = 3  # class folders that a sentence may name
 SAMPLES = {"vit": ViTSamples, "dit": DiTSamples}
 IN_ORDER = 0  # the seed of the order of held-out images, which mixes their classes
 
@@ -56,7 +56,7 @@ def open_images(config):
 
 
 def class_problems(num_classes, training, held_out=None):
-    """Return sentences if there are too many or too few class folders, or if held-out images have others."""
+    """Return sentences if there are too many or too few class folders, or if held-out images have other folders."""
     found, present = len(training.classes), set(training.classes)
     if found != num_classes:
         yield f"--num-classes {num_classes}: {training.path} has {found} class folders; set --num-classes {found}"
@@ -120,12 +120,12 @@ class ImageSet(TrainingData):
         self.source_names = self.samples.source_names
 
     def state(self, consumed=0):
-        """Return what a checkpoint stores: what identifies the images and the held-out ones."""
+        """Return what a checkpoint stores to identify the training and held-out images."""
         held_out = {"held_out": facts_of(self.held_out)} if self.held_out else {}
         return {"segments": [{**facts_of(self.training), "names": self.training.classes, **held_out}], "units": {}}
 
     def changes(self, saved, consumed=0):
-        """Return sentences for images other than a checkpoint's; a run may start or stop holding some out."""
+        """Return sentences if the images differ from a checkpoint's; a run may start or stop holding some out."""
         before = saved["segments"][-1]
         found = difference("--data-dir", self.training, before)
         if self.held_out and "held_out" in before:
@@ -226,7 +226,7 @@ def batches_of(reader):
     for batch in reader:
         if isinstance(batch, ShardError):
             raise batch
-        yield batch._replace(inputs=tuple(batch.inputs))  # of which the reader makes a list
+        yield batch._replace(inputs=tuple(batch.inputs))  # torch turns the tuple into a list
 
 
 def ignore_stops(worker):

@@ -1,7 +1,7 @@
-"""torchvision beside a torch for CPUs: this module is imported before what imports it.
+"""Makes torchvision work with a torch for CPUs. It is imported before any module that imports torchvision.
 
-The torchvision of a package registry is built for GPUs. Beside a torch for CPUs its operators cannot be loaded, and the
-import fails on two of them that nothing here calls. Declaring these two lets the rest of it work.
+The torchvision of package registries is built for GPUs. With a torch for CPUs its operators cannot be loaded, and the
+import fails on two of them that nothing here calls. Declaring these two makes the rest work.
 """
 
 import torch
@@ -10,7 +10,7 @@ OPERATORS = ("nms", "qnms")
 
 
 def declare_operators():
-    """Declare what torchvision expects, if torch is without CUDA. It lasts as long as what is returned."""
+    """Declare the operators that torchvision expects, if torch has no CUDA. They last as long as the returned value."""
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")

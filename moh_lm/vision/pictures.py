@@ -15,7 +15,7 @@ def to_bytes(images):
 
 def grid(images, least=64):
     """Arrange images in [-1, 1], [n, c, H, W], in rows: uint8 [H, W, 3]. Small ones are enlarged to ``least`` pixels or
-    more. Latents show their first three channels, or the first."""
+    more. For latents, the first three channels are shown, or the first."""
     pixels = to_bytes(images)
     pixels = pixels[..., [0, 0, 0] if pixels.shape[3] < 3 else [0, 1, 2]]
     factor = max(1, math.ceil(least / pixels.shape[1]))

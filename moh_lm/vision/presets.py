@@ -1,6 +1,6 @@
-"""The models of the paper by their names: what --preset sets. Budgets are those of the authors' released code.
+"""The models of the paper by name: the values that --preset sets. Budgets are those of the authors' released code.
 
-    ViT    TransNeXt-S and -B, dense, and with about that percentage of their heads
+    ViT    TransNeXt-S and -B, dense, or with about the named percentage of their heads
     DiT    S, B, L and XL, dense, and with 90% and 75%. L and XL with routed heads have other numbers of heads in their
            first, middle and last layers; XL has heads of 72 features, L of 64
 """

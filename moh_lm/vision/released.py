@@ -1,14 +1,14 @@
 """The files of released image models: MoH-ViT and MoH-DiT (arXiv 2410.11842), and TransNeXt and DiT, which are dense.
 
-Parameters have the authors' names here but for those of the routers: their wg, wg_0 and wg_1 are W_r, W_h and W_s of
-Eq. 5-6. The table of positions of a DiT is no parameter here. A file is a state dict, or has some under ``KEYS``.
+Parameters have the authors' names here, except in routers: their wg, wg_0 and wg_1 are W_r, W_h and W_s of Eq. 5-6.
+The table of positions of a DiT is not a parameter here. A file is a state dict, or has some under ``KEYS``.
 """
 
 import math
 
 from moh_lm.config import ConfigError
 
-KEYS = ("ema", "model", "state_dict")  # the first that is there is read
+KEYS = ("ema", "model", "state_dict")  # the first existing key is read
 ROUTER = {"wg.weight": "router.w_routed", "wg_0.weight": "router.w_type", "wg_1.weight": "router.w_shared"}
 POSITIONS = "pos_embed"  # [1, s, d]
 SIZED = {  # parameters with a row for each class, and with the channels of an image
@@ -24,8 +24,8 @@ def our_name(name):
 
 
 def state_dict(content, weights=None):
-    """Return {our name: tensor} of a file, and the key that it was under, or None. weights: one of ``KEYS``, by default
-    the first present. Raises ConfigError if there is no state dict."""
+    """Return {our name: tensor} of a file, and the key under which it was found, or None. weights: one of ``KEYS``, by
+    default the first present. Raises ConfigError if there is no state dict."""
     keys = [key for key in KEYS if isinstance(content, dict) and isinstance(content.get(key), dict)]
     if weights and weights not in keys:
         there = ", ".join(keys) or "one set of weights without a name"
@@ -42,7 +42,7 @@ def sizes(kind, tensors):
     shapes, found = {name: tensor.shape for name, tensor in tensors.items()}, {}
     classes, pixels = SIZED[kind]
     if classes in shapes:
-        found["num_classes"] = shapes[classes][0] - (kind == "dit")  # whose last row is no class
+        found["num_classes"] = shapes[classes][0] - (kind == "dit")  # the last row means no class
     if len(shapes.get(pixels, ())) == 4:
         found["in_channels"] = shapes[pixels][1]
         if kind == "dit":

@@ -101,7 +101,7 @@ def training_flops(forward, seq_length):
 
 @functools.lru_cache(maxsize=2)
 def forward_flops(network, model, side):
-    """FLOPs of one image's forward pass, as torch counts them."""
+    """Return the FLOPs of one image's forward pass, as torch counts them."""
     with torch.device("meta"):
         made, image = network(model).eval(), torch.zeros(1, model.in_channels, side, side)
         zero = torch.zeros(1, dtype=torch.int64)

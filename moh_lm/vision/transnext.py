@@ -1,10 +1,10 @@
 """MoH-ViT: TransNeXt (Shi 2024, arXiv 2311.17132) whose attention layers route their heads (arXiv 2410.11842, 4.1).
 
-Each stage begins with a convolution that makes patches of pixels, or of what the stage before gives. Then come its
-layers, x + Attention(LayerNorm(x)) and x + MLP(LayerNorm(x)), and a LayerNorm. The logits are a matrix of the mean over
-the tokens of the last stage. Parameters have the names of the authors' code.
+Each stage begins with a convolution that makes patches of pixels, or of the previous stage's output. Then come its
+layers, x + Attention(LayerNorm(x)) and x + MLP(LayerNorm(x)), and a LayerNorm. The logits are a linear map of the mean
+over the last stage's tokens. Parameters have the names of the authors' code.
 
-Shapes: s tokens of an image, row by row, b images, d width. From stage to stage s becomes a quarter.
+Shapes: s tokens of an image, row by row, b images, d width. Each stage has a quarter of the previous stage's tokens.
 """
 
 import torch
@@ -62,7 +62,7 @@ class Block(RoutedBlock):
         return self.attn.router
 
     def block(self, x, kept, inputs, replay):
-        """x: [s, b, d]. kept: [2, b, 1], what attention and MLP of each image are multiplied with, or None for 1."""
+        """x: [s, b, d]. kept: [2, b, 1], factors of each image's attention and MLP, or None for 1."""
         attention, routing = self.attn(self.norm1(x), inputs, replay)
         x = x + (attention if kept is None else attention * kept[0])
         mlp = self.mlp(self.norm2(x))
@@ -87,10 +87,10 @@ class TransNeXt(WholeModel):
         self.head = linear(channels, config.num_classes, INIT_STD)
 
     def forward(self, images, targets=None, draws=None):
-        """images: [b, channels, side, side] -> logits [b, classes] in the dtype of the weights.
+        """Map images [b, channels, side, side] to logits [b, classes] in the dtype of the weights.
 
-        With targets, float [b, classes], each adding up to 1: their mean cross entropy and that of each image [b],
-        fp32 or wider. draws: see ``kept_branches``; without them, or in evaluation, every branch is kept.
+        With targets, float [b, classes] with sums of 1, return the mean cross entropy and that of each image [b], fp32
+        or wider. draws: see ``kept_branches``; without them, or in evaluation, every branch is kept.
         """
         self.batch.advance(images.device)
         x = images.to(self.head.weight.dtype)
@@ -108,13 +108,13 @@ class TransNeXt(WholeModel):
         return losses.mean(), losses
 
     def losses(self, logits, targets):
-        """Cross entropy of each image [b], fp32 or wider, of logits and targets [b, classes]."""
+        """Return the cross entropy of each image [b], fp32 or wider, from logits and targets [b, classes]."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide), targets.to(wide), reduction="none")
 
     def kept_branches(self, draws, dtype):
-        """``kept`` of every layer. draws: [b, 2 layers], uniform in [0, 1): layer i leaves out the branches that are
-        drawn below p_i, its share, and divides the others by 1 - p_i."""
+        """Return ``kept`` for every layer. draws: [b, 2 layers], uniform in [0, 1). Layer i leaves out the branches
+        whose draws are below its share p_i, and divides the others by 1 - p_i."""
         if draws is None or not self.training:
             return [None] * self.num_layers
         shares = torch.linspace(0, self.drop_path, self.num_layers, device=draws.device).repeat_interleave(2)

@@ -34,7 +34,7 @@ def test_a_backend_that_cannot_train_on_the_device_is_refused(device, flags, wor
 
 
 def test_several_sequences_take_a_step_of_every_contestant():
-    arguments = step_flags("--shape tiny --micro-batch-size 2 --contestants dense moh-50 hf".split())
+    arguments = step_flags("--shape tiny --micro-batch-size 2 --contestants dense moh-50-joined hf".split())
     tokens = torch.randint(1024, (2, 17), generator=torch.Generator().manual_seed(0))
     losses = [step.make(name, arguments, 16, torch.device("cpu"))[0](tokens) for name in arguments.contestants]
     assert all(loss.isfinite() for loss in losses)

@@ -116,7 +116,7 @@ def test_a_run_without_a_sound_step_is_refused_and_left_as_it_is(copy, data_dir)
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_afresh(copy, data_dir):
     shutil.rmtree(copy / "checkpoints")
-    with pytest.raises(AssertionError, match="step 6 was saved .* and is not there: restore it"):
+    with pytest.raises(AssertionError, match="step 6 was saved .* but is missing: restore it"):
         run_ranks(run, 1, arguments(data_dir, copy))
     (copy / "events.jsonl").unlink()
     (copy / "checkpoints").mkdir()

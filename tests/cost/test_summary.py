@@ -14,10 +14,10 @@ from moh_lm.cost.description import describe_heads
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate
-from moh_lm.cost.summary import describe_attention, describe_configuration, memory_warnings
-from moh_lm.cost.time import against_dense
+from moh_lm.cost.summary import describe_attention, describe_configuration, describe_gain, memory_warnings
+from moh_lm.cost.time import against_dense, head_time
 from moh_lm.flags import changes, parse_config
-from moh_lm.kernels import choose
+from moh_lm.kernels import choose, measured
 
 SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
     --num-active-routed-heads 2 --vocab-size 64 --seq-length 16 --batch-tokens 64 --train-tokens 100M --warmup-iters 4
@@ -118,9 +118,18 @@ def test_a_dry_run_says_what_other_devices_would_do(dry_run):
     text = " ".join(page.split())
     assert code == 0 and "tensor 1 x pipeline 1 x data 64, ZeRO-1, bf16; 1 micro-batches of 1 sequences" in text
     assert "on 64 devices; assumes 34% of 989 TFLOPS" in text and "attention auto: chosen on the H100" in text
-    assert "MoH at 16 tokens a step takes about" in text
+    assert "MoH a step of 16 tokens over a dense one takes about" in text and "--routed-keys selected" in text
     code, page = dry_run(*PLAN, *more, "MI300X", "--tensor-parallel-size", "3")
     assert code == 2 and "--tensor-parallel-size 3: needs a multiple of 3 processes, and 64 were started" in page
+
+
+def test_a_dry_run_says_what_was_measured_on_this_machine(monkeypatch):
+    monkeypatch.setattr(measured, "processor", lambda: "AMD EPYC")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    sizes = "--seq-length 2048 --batch-tokens 2048 --precision fp32"
+    config = parse_config([*SCRIPT.split(), *PLAN, *sizes.split()])[0]
+    (line,) = describe_gain(config)
+    assert "an attention layer of 2,048 tokens takes 0.91 of" in line and "measured on AMD EPYC" in line
 
 
 @pytest.mark.parametrize("shared, seconds", [(4, 0.310), (8, 0.333)])
@@ -128,7 +137,7 @@ def test_the_gain_of_a_mixture_is_near_what_an_h200_measured(shared, seconds):
     """LLM-B on 2 x 8,192 tokens, whose dense step took 0.318 s (docs/results.md)."""
     sizes = "--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16 --vocab-size 65536"
     model = parse_config([*sizes.split(), *PLAN])[0].model
-    found = against_dense(model, 8192, Machine(1, 989), shared / 16, 4 / 16)
+    found = against_dense(model, 8192, Machine(1, 989), head_time(model, shared / 16, 4 / 16))
     assert found == pytest.approx(seconds / 0.318, abs=0.03)
 
 
@@ -148,7 +157,7 @@ WARNINGS = {
     "--gradient-clipping 1e-9": "--gradient-clipping 1e-09: is far from what is usual",
     "--load-balance-coefficient 1000": "--load-balance-coefficient 1000: is far from what is usual",
     "--num-active-routed-heads 4": "--num-active-routed-heads: with the shared heads every token uses all of them",
-    "--validation-fraction 0.9": "--validation-fraction 0.9: less is left to train on than is held out",
+    "--validation-fraction 0.9": "--validation-fraction 0.9: less is left for training than is held out",
     "--require-checkpoint": "--require-checkpoint: --checkpoint-dir .* has none",
     "--data-dir nowhere": "--data-dir nowhere: does not exist",
     "--hidden-size 65536": "memory: about 115[.0-9]* GiB per rank, and a GPU has 288.00 GiB; choose --recompute",

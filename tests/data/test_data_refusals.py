@@ -140,6 +140,6 @@ def test_shards_outside_the_manifest_are_noted_and_unused(tmp_path):
     dataset = open_dataset(tmp_path)
     assert dataset.notes == [
         "source a: manifest.json does not list 1 of its shards, such as unit-2; "
-        "they are not used until data_prep/tokenize.py has been run to its end"
+        "they are not used until data_prep/tokenize.py has finished"
     ]
     assert dataset.fingerprint() == reference.fingerprint()

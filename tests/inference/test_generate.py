@@ -1,5 +1,7 @@
 """Generation with a cache: what the model computes without one, on a GPU in steps that wait for nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import (
@@ -10,10 +12,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_lm.build import build_model
+from moh_lm.inference import generate as generation
 from moh_lm.inference.generate import generate, read_token
 from moh_lm.inference.kv_cache import Cache
 from moh_lm.model.rotary import kept_table
 from tests.inference.models import MODELS, PROMPTS, TEXTS, config_of, make_model, read, whole
+from tests.recording import recorded
 
 
 @pytest.fixture(params=MODELS)
@@ -88,6 +92,26 @@ def test_greedy_text_is_the_most_likely_token_up_to_the_end(model):
     for row, tokens in enumerate(others, 1):
         kept = tokens[: tokens.index(end)] if end in tokens else tokens
         assert [step[row] for step in shortened if step[row] is not None] == list(kept)
+
+
+@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.9, 0.8)])
+def test_steps_by_a_graph_give_the_same_text(model, temperature, top_p, monkeypatch):
+    """With prompts of different lengths, and one that ends before the others."""
+    graphs = []
+    monkeypatch.setattr(generation, "capture_on_gpu", lambda *given: graphs.append(recorded(*given)) or graphs[-1])
+    texts = [text[:length] for text, length in zip(TEXTS, PROMPTS, strict=True)]
+    settings = temperature, top_p, 7, 30, "dense"
+    end = list(generate(model, texts, 3, -1, *settings))[-1][1]
+    expected = list(generate(model, texts, 6, end, *settings))
+    assert list(generate(model, texts, 6, end, *settings, cuda_graph=True)) == expected
+    assert len(graphs) == 1 and graphs[0][0].operations
+
+
+def test_steps_by_a_graph_that_keeps_its_first_tokens_are_refused(monkeypatch):
+    frozen = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(generation, "capture_on_gpu", lambda step, warm_up: warm_up() is None or (frozen, step()))
+    with pytest.raises(RuntimeError, match="--cuda-graph: a captured step differs"):
+        list(generate(make_model("paper"), TEXTS, 3, -1, attention_backend="dense", cuda_graph=True))
 
 
 def test_rows_of_the_vocabulary_without_a_piece_are_never_drawn(model):

@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from moh_lm.inference.sampling import sample
+from moh_lm.inference.sampling import sample, wide
+
+
+def draw(logits, temperature, top_p, generator):
+    noise = torch.empty_like(logits, dtype=wide(logits)).exponential_(generator=generator)
+    return sample(logits, temperature, top_p, noise)
+
+
+def test_a_draw_is_that_of_torch():
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    expected = torch.multinomial(logits.softmax(-1).sort(descending=True)[0], 1, generator=torch.Generator())
+    order = logits.argsort(descending=True)
+    assert torch.equal(draw(logits, 1.0, 1.0, torch.Generator()), order.gather(1, expected)[:, 0])
 
 
 def test_draws_follow_the_probabilities_of_likely_tokens():
@@ -11,7 +23,7 @@ def test_draws_follow_the_probabilities_of_likely_tokens():
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(20_000, 4)
 
     def shares(temperature, top_p):
-        return torch.bincount(sample(logits, temperature, top_p, generator), minlength=4) / 20_000
+        return torch.bincount(draw(logits, temperature, top_p, generator), minlength=4) / 20_000
 
     torch.testing.assert_close(shares(1.0, 1.0), torch.tensor([0.1, 0.4, 0.2, 0.3]), rtol=0, atol=0.02)
     torch.testing.assert_close(shares(1.0, 0.6), torch.tensor([0, 4 / 7, 0, 3 / 7]), rtol=0, atol=0.02)
@@ -26,5 +38,5 @@ def test_the_smallest_temperatures_give_the_most_likely_token(temperature, top_p
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 1000, generator=generator) * 30
     for given in (logits, logits.bfloat16().float(), logits.bfloat16(), logits.double()):
-        largest = given.gather(-1, sample(given, temperature, top_p, generator)[:, None])[:, 0]
+        largest = given.gather(-1, draw(given, temperature, top_p, generator)[:, None])[:, 0]
         assert torch.equal(largest, given.amax(-1))

@@ -183,7 +183,7 @@ def test_the_alarm_of_a_slow_rank_names_one_that_stays_slow():
     seen = [(1.0, 2.0), (2.0, 1.0), (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (1.0, 1.4), (1.0, 1.4)]
     rung = [made.check(interval(), figures(), ranks(*own)) for own in seen]
     assert [len(found) for found in rung] == [0, 0, 0, 1, 0, 0, 1]
-    assert texts(rung[3]) == ["alarm: slow rank 1: 2 s per step of its own work, the median of ranks like it 1"]
+    assert texts(rung[3]) == ["alarm: slow rank 1: 2 s of own work per step; the median of ranks like it is 1"]
     assert [(facts["event"], facts["rank"]) for found in rung for facts in found] == [("alarm", 1), ("alarm over", 1)]
 
 

@@ -178,7 +178,7 @@ def test_a_page_that_somebody_else_wrote_is_not_replaced(runs, tmp_path, monkeyp
     foreign = tmp_path / "report.html"
     foreign.write_text("<!doctype html><title>mine</title>")
     assert run_report.main([str(runs.first), str(runs.second)]) == 2
-    assert "report.html: was not written by this program" in capsys.readouterr().err
+    assert "report.html: is not a file of this program" in capsys.readouterr().err
     assert foreign.read_text() == "<!doctype html><title>mine</title>"
     foreign.unlink()
     (picture := tmp_path / "report.loss.png").write_bytes(b"mine")

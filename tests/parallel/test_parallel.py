@@ -27,6 +27,7 @@ MODELS = {
         dict(num_shared_heads=(8, 0), num_active_routed_heads=(3, 5)),
         dict(num_attention_heads=16, num_key_value_heads=8),
     ),
+    "joined products and one key": (dict(num_shared_heads=(4,)), dict(num_key_value_heads=1)),
     "all heads and a tied head": (dict(head_selection="all"), dict(tie_embeddings=True)),
     "norms and z-loss": (dict(num_shared_heads=(4,)), dict(qk_norm=True, post_norm=True)),
     "gated": (dict(head_selection="gated"), {}),
@@ -44,7 +45,9 @@ def train_once(name):
     config = ModelConfig(**(SIZES | sizes), heads=HeadsConfig(load_balance_coefficient=0.5, **heads))
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
     cross_entropy.CHUNK_BYTES = 7 * 37 * 8  # several chunks, the last one smaller
-    model = make_model(config, scale=10, seed=5, group=group, z_loss=0.01 if "z-loss" in name else 0.0)
+    joined = group is not None and "joined" in name
+    settings = dict(group=group, fused_projections=joined, z_loss=0.01 if "z-loss" in name else 0.0)
+    model = make_model(config, scale=10, seed=5, **settings)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
     mean, losses = model(tokens[:, :-1], tokens[:, 1:])

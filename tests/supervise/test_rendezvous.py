@@ -48,7 +48,7 @@ def test_a_rank_that_cannot_begin_ends_those_of_other_machines(rendezvous_port, 
     monkeypatch.setenv("RANK", "1")
     rendezvous.refuse()
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(ConfigError, match=f"rank 1 on {socket.gethostname()} cannot begin"):
+    with pytest.raises(ConfigError, match=f"rank 1 on {socket.gethostname()} cannot start"):
         rendezvous.rendezvous_store()
     del store
 
@@ -75,7 +75,7 @@ def test_a_stranger_neither_refuses_a_start_nor_stands_for_a_rank(rendezvous_por
     meeting.set("refused", "rank 2 on node3")
     meeting.store.set("rank 2", "a stranger")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match="rank 2 on node3 cannot begin"):
+    with pytest.raises(ConfigError, match="rank 2 on node3 cannot start"):
         rendezvous.rendezvous_store()
 
 

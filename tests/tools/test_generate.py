@@ -58,6 +58,7 @@ def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
         (("--model", run, "--prompt", ""), "contains no tokens"),
         (("--model", run, "--prompt", "a", "--top-p", 0), "--top-p 0: must be above 0"),
         (loops, "--attention-backend loops: needs a CPU, and --device is cuda; choose auto"),
+        (("--model", run, "--prompt", "a", "--cuda-graph"), "--cuda-graph: needs a CUDA GPU, and --device is cpu"),
         (triton, "--attention-backend triton: needs a CUDA GPU, and --device is cpu; choose auto"),
     ]:
         assert generate_tool.main([str(flag) for flag in flags]) == 2

@@ -54,7 +54,7 @@ def test_continuous_batching_gives_the_tokens_of_generate(changes):
         ({"routed_keys": "selected"}, "routed_keys selected: continuous batching has no room for .*; use generate"),
         (LATENT, "attention latent: continuous batching keeps keys and values of heads; use generate"),
         (TWO_SIZES, r"layer_windows \[5, 2\]: continuous batching has one window; use generate"),
-        ({"layer_heads": [3, 4], "head_selection": "all"}, "layer_heads .*: continuous batching needs as many"),
+        ({"layer_heads": [3, 4], "head_selection": "all"}, "layer_heads .*: continuous batching needs the same number"),
     ],
 )
 def test_models_that_a_paged_cache_cannot_keep_are_refused(changes, message):

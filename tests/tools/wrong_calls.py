@@ -19,7 +19,7 @@ TOOLS = {
         run --at 2 --decay-iters 2 --output b | --at 2: run/checkpoints has no such step
         imported --at 0 --decay-iters 2 --output b | step-0: was trained with --schedule cosine; only runs
         nosuch --at 2 --decay-iters 2 --output b | --at 2: nosuch/checkpoints has no such step
-        run --step 2 --at 2 --decay-iters 2 --output b | flag --step is unknown: --help lists what there
+        run --step 2 --at 2 --decay-iters 2 --output b | flag --step is unknown: --help lists all of
     """,
     "tools/checkpoint.py": """
         | COMMAND: must be given

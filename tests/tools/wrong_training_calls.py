@@ -8,7 +8,7 @@ TRAINING = {
         --lr 3e-4 | flag --lr is unknown: did you mean --learning-rate?
         --checkpoint runs/x | flag --checkpoint is unknown: did you mean --checkpoint-dir?
         --tp 2 | flag --tp is unknown: did you mean --tensor-parallel-size?
-        --qqq 2 | flag --qqq is unknown: --help lists what there is
+        --qqq 2 | flag --qqq is unknown: --help lists all of them
         stray | argument 'stray' belongs to no flag: remove it
         --num-layers banana | --num-layers banana: write a whole number
         --num-layers | --num-layers: needs a value
@@ -42,7 +42,7 @@ TRAINING = {
         ok --num-layers 3 --num-attention-heads 8 8 | --num-attention-heads has 2 numbers: give one for all layers
         ok --num-attention-heads 0 --attention latent | --num-attention-heads 0: must be 1 or above
         ok --num-attention-heads 2 --head-dims 4 4 4 | --head-dims has 3 numbers: give one for each of
-        ok --num-attention-heads 2 --head-dims 4 3 | --head-dims 3: the first 3 of its features would rotate, in pairs
+        ok --num-attention-heads 2 --head-dims 4 3 | --head-dims 3: the first 3 of its features rotate in pairs
         ok --num-attention-heads 2 --head-dims 4 2 --optimizer muon --muon-split head | --muon-split head: --head-dims
         ok --kv-lora-rank 8 | --kv-lora-rank 8: has no meaning without --attention latent
         ok --attention latent --qk-norm | --qk-norm True: with --attention latent, the latents have norms; leave
@@ -72,7 +72,7 @@ TRAINING = {
         ok --routing relu --router-gumbel-noise 1 | --router-gumbel-noise 1: --routing relu selects every
         ok --routing relu --post-norm | --routing relu: its gates begin at 1 for normalised inputs; --post-norm
         ok --routing relu --routing-dtype bf16 | --routing-dtype bf16: --routing relu ranks nothing; leave it out
-        ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: with --router-gumbel-noise fewer heads
+        ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: in training, fewer heads
         ok --routing-dtype bf16 --load-balance-bias-rate 0.001 | --load-balance-bias-rate 0.001: is too fine for a
         ok --eval-tasks nosuch.jsonl | --eval-tasks nosuch.jsonl: is not a file of tasks ([Errno 2] No
         ok --checkpoint-dir /proc/x | --checkpoint-dir /proc/x: cannot be written (No such file or

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from moh_lm.checks import run as run_checks
 from moh_lm.checks.run import graph_problems
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
@@ -16,41 +15,14 @@ from moh_lm.kernels.masks import apply_window
 from moh_lm.model.rotary import Rotary, rotary_table
 from moh_lm.training import captured
 from tests.distributed import run_ranks
-from tests.training.runs import arguments, engine_of
-
-
-class Recording(TorchDispatchMode):
-    """Every operation with the tensors that it read and wrote, which a replay reads and writes again."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        results = function(*arguments, **(named or {}))
-        self.operations.append((function, arguments, named or {}, results))
-        return results
-
-    def replay(self):
-        with torch.no_grad():
-            for function, arguments, named, results in self.operations:
-                for kept, new in zip(tree_leaves(results), tree_leaves(function(*arguments, **named)), strict=True):
-                    if isinstance(new, torch.ScriptObject):  # of a collective, which goes on meanwhile
-                        new.wait()
-                    elif isinstance(new, torch.Tensor) and kept.data_ptr() != new.data_ptr():
-                        kept.detach().copy_(new)
+from tests.recording import recorded
+from tests.training.runs import arguments, engine_of, equal, rows, run, state
 
 
 def reduce_scatter(shard, whole, group):
     total = whole.clone()
     dist.all_reduce(total, group=group)
     shard.copy_(total.chunk(group.size())[group.rank()])
-
-
-def recorded(function):
-    with Recording() as graph:
-        outputs = function()
-    return graph, outputs
 
 
 def micro_batches(config, step, count):
@@ -103,6 +75,28 @@ def compare_runs(tmp_path):
         said, engine, replayed = four_steps(replace(config, run=replace(config.run, cuda_graph=True)))
         assert "differ by 0.0e+00" in said[0] and engine.captured.graph.operations, flags
         assert all(torch.equal(*pair) for pair in zip(replayed, plain, strict=True)), flags
+
+
+WARMUPS = "--seq-length-warmup 4:4 --dense-warmup-iters 2 --log-interval 1 --save-interval 2 --fused-projections"
+
+
+def test_a_captured_run_resumes_through_its_warm_ups(data_dir, tmp_path):
+    """Dense to step 2, parts of 4 and 8 tokens to step 4, then whole sequences: three kinds of micro-batches."""
+    plain, resumed = (arguments(data_dir, tmp_path / name, *WARMUPS.split()) for name in ("plain", "resumed"))
+    run_ranks(run, 1, plain)
+    assert run_ranks(run_captured, 1, resumed, 2) == [1]
+    assert run_ranks(run_captured, 1, resumed) == [3]
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "plain")
+    assert equal(state(tmp_path / "resumed", 7), state(tmp_path / "plain", 7))
+
+
+def run_captured(flags, stop_after=None):
+    """The number of graphs of a run by the stand-in."""
+    graphs = []
+    captured.capture_on_gpu = lambda *given: graphs.append(recorded(*given)) or graphs[-1]
+    run_checks.graph_problems = lambda config: []  # this machine shows no GPU
+    run([*flags, "--cuda-graph"], stop_after)
+    return len(graphs)
 
 
 def test_a_graph_makes_its_own_tables(monkeypatch):

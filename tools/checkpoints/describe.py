@@ -1,4 +1,4 @@
-"""Output of tools/checkpoint.py: a row for each entry of checkpoints/, the facts of a step, differences of two
+"""The output of tools/checkpoint.py: a row for each entry of checkpoints/, the facts of a step, differences of two
 steps."""
 
 import time

@@ -1,5 +1,5 @@
-"""Writes a checkpoint with the mean weights of several checkpoints. Its files are those of the last one, in its
-layout."""
+"""Writes a checkpoint with the mean weights of several checkpoints. It has the files and the layout of the last
+one."""
 
 import torch
 from safetensors import safe_open
@@ -51,7 +51,7 @@ def blocks_of(steps, name):
 
 
 def rank_file(steps, path):
-    """The header of a rank's file of the last step as it is, and its tensors: means of weights, its own moments."""
+    """Return the unchanged header of a rank's file of the last step, and its tensors: mean weights, its own moments."""
     file = safe_open(path, "pt")
     slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
     described = {key: (DTYPES[found.get_dtype()], found.get_shape()) for key, found in slices.items()}
@@ -70,6 +70,6 @@ def rank_file(steps, path):
 
 
 def mean(steps, kind, name, address, start, length):
-    """Elements [start, start + length) of a fragment: summed over the steps in fp64, rounded once. fp64 [length]."""
+    """Return elements [start, start + length) of a fragment, summed over the steps and rounded once. fp64 [length]."""
     partition, first = read_partition(address["partition"]), address["start"] + start
     return sum(step.reader.read(kind, name, partition, first, length).double() for step in steps) / len(steps)

@@ -25,9 +25,9 @@ from moh_lm.run.state import read_state, state_problems
 from moh_lm.vision.config import kind_of_run
 from moh_lm.vision.load import MODELS
 
-KINDS = ("master", *MOMENTS, AVERAGE)  # of a parameter; the moving average is there in some runs of image models only
+KINDS = ("master", *MOMENTS, AVERAGE)  # only some runs of image models have the moving average
 CHUNK = 1 << 22  # elements read at once: 16 MiB
-ANY_STEP = re.compile(r"(damaged-)?step-\d+.*")  # also a step that was set aside, or is half removed
+ANY_STEP = re.compile(r"(damaged-)?step-\d+.*")  # includes steps that were set aside or are half removed
 
 
 class Step:
@@ -104,7 +104,7 @@ def layout(config, names):
 
 
 def progress(title, total):
-    """A bar on a terminal, in bytes; nothing elsewhere."""
+    """Return a progress bar in bytes on a terminal, and nothing elsewhere."""
     return tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, disable=None)
 
 
@@ -124,8 +124,8 @@ def find_damage(step):
 
 
 def find_gaps(step):
-    """Sentences if undamaged files are not a complete model: every element has to be there once, be finite, and belong
-    to the step."""
+    """Return sentences if undamaged files are not a complete model, in which each element exists once, is finite, and
+    belongs to the step."""
     number = STEP_NAME.fullmatch(step.path.resolve().name)
     if number and int(number[1]) != step.state["step"]:
         yield f"{step.path / 'state.json'}: belongs to step {step.state['step']}"
@@ -159,7 +159,7 @@ def uncovered(shape, found_shape, shards):
     dims = {None if partition is None else partition.dim for partition in shards}
     cuts = sorted(cut for partition in shards if partition for cut in partition.ranges)
     if len(dims) > 1 or (cuts and not tiles(cuts, shape[dims.pop()])):
-        return "its slices do not make a whole"
+        return "its slices do not form the whole parameter"
     for partition, pieces in shards.items():
         spans = sorted((piece.start, piece.start + piece.length) for piece in pieces)
         if not tiles(spans, math.prod(shard_shape(shape, partition))):
@@ -168,15 +168,15 @@ def uncovered(shape, found_shape, shards):
 
 
 def tiles(spans, size):
-    """Whether the sorted (start, stop) cover [0, size) without gap or overlap."""
+    """Return whether the sorted (start, stop) cover [0, size) without gap or overlap."""
     return [*(start for start, _ in spans), size] == [0, *(stop for _, stop in spans)]
 
 
 def state_hash(step):
     """SHA-256 of all weights and moments, the same for every layout that wrote them.
 
-    For each parameter in the order of the model, and each of its master, exp_avg, exp_avg_sq and, where there is one,
-    ema: the JSON text ["KIND", "NAME", [SHAPE]] and a line feed, then the elements as little-endian fp32.
+    It covers master, exp_avg, exp_avg_sq and, if there is one, ema of each parameter in the order of the model: the
+    JSON text ["KIND", "NAME", [SHAPE]] and a line feed, then the elements as little-endian fp32.
     """
     digest = hashlib.sha256()
     with progress("hashing the state", step.bytes()) as bar:
@@ -190,7 +190,7 @@ def state_hash(step):
 
 
 def norms(step):
-    """{name: {"shape", and the L2 norm of each kind}} of every parameter."""
+    """Return {name: {"shape", and the L2 norm of each kind}} of every parameter."""
     found = {}
     with progress("reading the state", step.bytes()) as bar:
         for name, shape in step.shapes.items():
@@ -205,9 +205,9 @@ def norms(step):
 
 
 def changes(first, second):
-    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of parameters in both steps, the most changed first.
+    """Return [{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of common parameters, most changed first.
 
-    equal: to the bit. absolute: the largest |b - a|. relative: that over the largest |a|. None: not finite.
+    equal: bitwise. absolute: the largest |b - a|. relative: absolute over the largest |a|. None: not finite.
     """
     rows = []
     with progress("comparing", first.bytes()) as bar:
@@ -217,7 +217,7 @@ def changes(first, second):
                 for kind in min(first.kinds(name), second.kinds(name), key=len):
                     row[kind] = change(first.read(kind, name), second.read(kind, name), bar)
                 rows.append(row)
-    unknown = {None: math.inf}  # first
+    unknown = {None: math.inf}  # sorts first
 
     def order(row):
         return [-unknown.get(row[kind]["relative"], row[kind]["relative"]) for kind in KINDS if kind in row]

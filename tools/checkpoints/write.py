@@ -18,7 +18,7 @@ from moh_lm.model.router import stored_dtype
 from moh_lm.supervise.run_directory import lock_run_directory
 from tools.checkpoints.read import Step, find_damage, locate, progress
 
-HEADER_BYTES = 1 << 20  # room for what is written besides the tensors, generously
+HEADER_BYTES = 1 << 20  # generous space for everything besides the tensors
 
 
 def copy(path, destination):
@@ -43,7 +43,7 @@ def copy(path, destination):
         raise ConfigError([f"{target}: already exists; move it away, or give another directory"])
     refuse_without_room(target, sum(entry["bytes"] for entry in entries.values()) + HEADER_BYTES)
     made = not directory.exists()
-    # A run that saves in the meantime would take the unfinished copy for a leftover.
+    # A run that saves in the meantime would mistake the unfinished copy for a leftover.
     with lock_run_directory(run) if is_run else contextlib.nullcontext():
         try:
             copy_files(source, entries, target)
@@ -59,8 +59,8 @@ def copy(path, destination):
 
 @contextlib.contextmanager
 def whole_or_absent(target):
-    """A new directory for the block to fill; at its end it becomes ``target``, and after an error it is removed. Its
-    name differs from that of a save, so that a run never mistakes what a killed copy left for an interrupted save.
+    """Context with a new directory, which becomes ``target`` at the end and is removed after an error. Its name differs
+    from that of a save, so that a run never mistakes the remains of a killed copy for an interrupted save.
     """
     temporary = target.with_name(f"copy-{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -105,7 +105,7 @@ def consolidate(path, output, moments, dtype):
     tensors = [(name, kinds[name], name, stored_dtype(name, dtype)) for name in step.shapes]  # (key, kind, name, dtype)
     for kind in MOMENTS if moments else ():
         tensors += [(f"{kind}/{name}", kind, name, torch.float32) for name in step.shapes]
-    tensors.sort(key=lambda tensor: -tensor[-1].itemsize)  # so that all of them are aligned
+    tensors.sort(key=lambda tensor: -tensor[-1].itemsize)  # aligns all tensors
     described = {key: (written, list(step.shapes[name])) for key, _, name, written in tensors}
     header = safetensors_header(described, {"format": "pt", "step": str(step.state["step"])})
     size = len(header) + sum(math.prod(shape) * written.itemsize for written, shape in described.values())

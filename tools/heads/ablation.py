@@ -2,10 +2,10 @@
 
     rise_i = loss with g_i(t) H_i(t) = 0 for all tokens t - loss, in nats per token
 
-One head is left out at a time. Later layers see the change and choose their heads again. Only the layers from that
-head's on are recomputed, so a head costs half a forward pass on average. A negative rise means that the text is
-predicted better without the head. The size of what a head writes (importance.py) needs no extra passes, but does not
-say how later layers use it.
+One head is left out at a time. Later layers see the change and choose their heads again. Only that head's layer and
+later ones are recomputed, so a head costs half a forward pass on average. A negative rise means that the text is
+predicted better without the head. The size of a head's output (importance.py) needs no extra passes, but does not
+show how later layers use it.
 
 Heads that stand in for each other show when several are missing. The curve leaves heads out one after another, those
 with the smallest rise (the mean over domains) first. It gives the loss against the share of used heads that is kept
@@ -20,12 +20,12 @@ import torch
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from tools.heads.measures import finish, read_heads
 
-POINTS = 21  # of the curve, at most
+POINTS = 21  # most points of the curve
 
 
 @torch.no_grad()
 def measure_ablation(model, domains, num_tokens, progress):
-    """({domain: loss}, {domain: rises [L, h]}) over about ``num_tokens`` tokens of each; progress: after each layer."""
+    """Return ({domain: loss}, {domain: rises [L, h]}) on about ``num_tokens`` tokens each. progress: for each layer."""
     device, layers = model.model.embed_tokens.weight.device, model.model.layers
     shape = (len(layers), model.config.of_layer(0).num_attention_heads)
     losses, rises = {}, {domain.name: np.zeros(shape) for domain in domains}
@@ -50,7 +50,7 @@ def measure_ablation(model, domains, num_tokens, progress):
 
 @torch.no_grad()
 def measure_pruning(model, domains, num_tokens, rises, used):
-    """{"kept": shares of the used heads, from 1 to 0, "loss": {domain: loss with these}} on the tokens of the ablation.
+    """Return {"kept": shares of the used heads, from 1 to 0, "loss": {domain: losses}} on the ablation's tokens.
 
     rises: {domain: [L, h]} of ``measure_ablation``. used: bool [L, h], the heads that some token uses.
     """
@@ -78,7 +78,7 @@ def without_heads(layer, mask, x):
 
 
 def sample(domain, num_tokens):
-    """Windows of the domain, evenly spaced."""
+    """Return evenly spaced windows of the domain."""
     count = min(max(1, num_tokens // len(domain.windows[0])), len(domain.windows))
     return [domain.windows[index] for index in np.linspace(0, len(domain.windows) - 1, count).astype(int)]
 

@@ -1,14 +1,14 @@
-"""Routers and output projections of an import, fitted to sample text so that less is lost before any training.
+"""Fits the routers and output projections of an import to sample text, so that less is lost before any training.
 
-Layer by layer, in the stream that the fitted layers before have made of the sample, with H_i(t) the output of head i
-and x(t) the normalized input of the attention layer:
+Layer by layer, on the hidden states that the earlier fitted layers compute from the sample, with H_i(t) the output of
+head i and x(t) the normalized input of the attention layer:
 
     w_i  = argmin sum over t (w_i x(t) - |W_O_i H_i(t)|)^2      of routed scores, where they have weights
     W_O' = argmin sum over t |W_O' z(t) - W_O H(t)|^2 + ridge |W_O' - W_O|^2      z: the heads times their gates
 
-So the router selects the heads that would write most into the residual stream, and the heads that remain make up for
-those that were left out. Scores keep their order when the same number is taken off all of a token, and when all are
-multiplied by one: they are centred, and their deviation is SPREAD, so that gates begin near where they would.
+So the router selects the heads that would write most into the residual stream, and the selected heads make up for
+those that were left out. Subtracting a number from all scores of a token, or scaling them, keeps their order. They are
+therefore centred and scaled to the deviation SPREAD, so that gates begin near their usual values.
 
 Both are least squares (the second as in the reconstruction of pruned layers: Hubara et al. 2021, arXiv 2102.07557),
 which needs forward passes only: one layer and its sums are in memory at a time.
@@ -22,13 +22,13 @@ from moh_lm.config import HeadsConfig
 from moh_lm.model.gates import FORMS
 from tools.heads.importance import embedded, read_layer, written_sizes
 
-RIDGE = 0.01  # of the mean square of what the least squares read
+RIDGE = 0.01  # relative to the mean square of the inputs of the least squares
 SPREAD = 0.25
 
 
 @torch.no_grad()
 def calibrate(config, source, parts, tokens, progress):
-    """{parameter name: fp32 tensor} of what is fitted in the mixture that ``parts`` make, see ``import_weights.plan``.
+    """Return {parameter name: fp32 tensor} of what is fitted in the mixture of ``parts``; see ``import_weights.plan``.
 
     config: ModelConfig of the mixture. source: the ``Source`` whose embedding the tokens, int64 [b, s], belong to.
     progress: called after each layer.
@@ -55,7 +55,7 @@ def calibrate(config, source, parts, tokens, progress):
 
 
 def joined(blocks):
-    """The parameter that a function gives in blocks of rows."""
+    """Join the parameter that a function gives in blocks of rows."""
     return torch.cat(list(blocks()))
 
 
@@ -68,7 +68,7 @@ def fits_router(config, layer):
 
 
 def attended(block, x):
-    """What the output projection of a layer reads, [s, b, h e], one sequence of x [s, b, d] at a time."""
+    """Return the input of a layer's output projection, [s, b, h e], one sequence of x [s, b, d] at a time."""
     found = []
     hook = block.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
     for sequence in x.split(1, dim=1):
@@ -78,9 +78,9 @@ def attended(block, x):
 
 
 def routed_weights(layer, x, sizes):
-    """Rows [E, d] whose products with the normalized input x [s, b, d] rank the routed experts by size.
+    """Return rows [E, d] whose products with the normalized input x [s, b, d] rank the routed experts by size.
 
-    layer: ``RoutedLayer``. sizes: of what each head writes, [s, b, h]; of a group they are added as if at right angles.
+    layer: ``RoutedLayer``. sizes: norms of what each head writes, [s, b, h]; those of a group are added in quadrature.
     """
     experts = sizes.unflatten(-1, (-1, layer.heads_per_expert)).norm(dim=-1)[..., layer.routed_numbers]
     weight = regression(x, experts - experts.mean(-1, keepdim=True)).t()
@@ -88,7 +88,7 @@ def routed_weights(layer, x, sizes):
 
 
 def regression(x, y):
-    """The matrix [n, m] by which x [..., n] predicts y [..., m] best; least squares with a ridge."""
+    """Return the matrix [n, m] by which x [..., n] best predicts y [..., m], by least squares with a ridge."""
     x, y = x.flatten(0, -2), y.flatten(0, -2)
     gram = (x.t() @ x).double()
     gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)

@@ -3,11 +3,11 @@ alike.
 
     similarity     of domains a and b: 1 - mean over layers with routed heads of 1/2 sum_i |p_a(i) - p_b(i)|, where
                    p_d(i) = load_d(i) / sum_j load_d(j) over the routed heads of the layer: 1 - total variation, the
-                   share of the selections that both domains have in common. Of a domain with itself: of its windows
-                   with even numbers with those with odd ones, which is what chance leaves of 1.
+                   share of the selections that both domains have in common. A domain is compared with itself by its
+                   even and its odd windows, and only chance keeps the result below 1.
     specialisation of a routed head: H(mean_d load_d) - mean_d H(load_d) in bits, H(p) = - p lb p - (1 - p) lb (1 - p):
-                   the Jensen-Shannon divergence of its use over the domains, each with the same weight. It is what
-                   one token's use of the head tells of its domain: 0 if the load is the same in all, at most 1.
+                   the Jensen-Shannon divergence of its use over the domains, each with the same weight. It is how
+                   much one token's use of the head tells about its domain: 0 if the load is equal in all, at most 1.
     class          the first of these that holds:
                    previous-token   offset 1 for at least 90% of the queries (Voita et al. 2019), or a mean weight above
                                     0.8 on the token before
@@ -25,7 +25,7 @@ import numpy as np
 
 POSITIONAL, WEIGHT, INDUCTION, RARE = 0.9, 0.8, 0.4, 0.5
 CLASSES = ("previous-token", "positional", "induction", "rare-token", "none", "unused")
-SHOWN = {"none": "no clear pattern"}  # names of classes for a reader, where they differ
+SHOWN = {"none": "no clear pattern"}  # names of classes for a reader, if they differ
 SPAN = 32  # tokens of an excerpt
 
 
@@ -61,7 +61,7 @@ def shown(name):
 
 
 def used_heads(measures):
-    """Heads that some token of some domain uses: bool [L, h]."""
+    """Return the heads that some token of some domain uses, bool [L, h]."""
     return sum(measures["load"].values()) > 0
 
 
@@ -76,7 +76,7 @@ def class_of(offset, share, previous, second, prefix, rare):
 
 
 def routed_mask(kinds):
-    """Which heads are routed: bool [L, h]."""
+    """Return which heads are routed, bool [L, h]."""
     return np.array(kinds) == "routed"
 
 
@@ -136,7 +136,7 @@ def alike(cka, used, count):
         for layer in range(len(cka))
         for i in range(cka.shape[1])
         for j in range(i)
-        if used[layer, i] and used[layer, j] and not np.isnan(cka[layer, i, j])  # NaN: one's output does not vary
+        if used[layer, i] and used[layer, j] and not np.isnan(cka[layer, i, j])  # NaN: one output does not vary
     ]
     return sorted(pairs, key=lambda pair: -pair[3])[:count]
 

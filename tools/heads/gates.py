@@ -1,5 +1,4 @@
-"""Finds the heads that a model can do without, by training gates for it (Voita et al. 2019, arXiv 1905.09418, section
-6).
+"""Finds heads that a model does not need, by training gates for them (Voita et al. 2019, arXiv 1905.09418, section 6).
 
     s_i = sigmoid((ln u - ln(1 - u) + ln alpha_i) / beta), u uniform on (0, 1), drawn for every step and head
     z_i = min(1, max(0, s_i (zeta - gamma) + gamma)),      beta 2/3, gamma -0.1, zeta 1.1 (Louizos et al. 2018)
@@ -19,12 +18,12 @@ from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from tools.heads.ablation import loss_of, sample, without_heads
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
-STEPS, RATE, START = 400, 0.1, 2.0  # of Adam, on a window each; and ln alpha before
+STEPS, RATE, START = 400, 0.1, 2.0  # steps of Adam, on a window each; its rate; and the initial ln alpha
 
 
 def measure_gates(model, domains, num_tokens, penalties, used, progress):
-    """[{"lambda", "kept": share of the used heads, "heads": bool [L, h], "loss": {domain: loss with z}}], one for each
-    of ``penalties``, on the tokens of the ablation. used: bool [L, h]. progress: called after each of them."""
+    """Return [{"lambda", "kept": share of the used heads, "heads": bool [L, h], "loss": {domain: loss with z}}], one
+    for each of ``penalties``, on the tokens of the ablation. used: bool [L, h]. progress: called after each of them."""
     device, found = model.model.embed_tokens.weight.device, []
     texts = {domain.name: [window.to(device)[None] for window in sample(domain, num_tokens)] for domain in domains}
     for penalty in penalties:

@@ -9,8 +9,8 @@ run and the number of the image. With u_in the share of the tokens of image n th
     gate        mean over the tokens that use the head; gate_rms their root mean square
     entropy     of the loads of routed heads, as in docs/monitoring.md
     difference  sqrt(mean over routed i of V_i), V_i = variance over classes of their load - v_i mean of 1 / n_c, where
-                v_i is the variance of u_in within classes and n_c the images of class c: that few images of a class are
-                not like all of them does not count
+                v_i is the variance of u_in within classes and n_c the images of class c. The second term removes the
+                variance that comes from having few images of a class
 
 Shapes: N images of C classes, P passes over each (1 for a ViT), h heads, the shared ones first.
 """
@@ -90,7 +90,7 @@ def measure(config, model, dataset, indices, batch_size):
 
 
 def read(config, model, dataset, indices, part):
-    """Have the model read the images of a batch, in as many passes as each needs."""
+    """Run the model on the images of a batch, in as many passes as each needs."""
     batch = dataset.samples[dataset.held_out_request(indices[part])]
     if isinstance(batch, ShardError):
         raise batch
@@ -125,12 +125,12 @@ def figures(layer, labels, classes, shares, gates):
 
 
 def class_means(shares, labels, classes):
-    """[N, h] -> [C, h]."""
+    """Return the means over the images of each class: [N, h] -> [C, h]."""
     return np.stack([shares[labels == label].mean(0) for label in classes])
 
 
 def difference(shares, labels, classes):
-    """By how much the load of a head differs between classes; None with a single class, or one image per class."""
+    """Return how much the load of a head differs between classes; None with a single class or one image per class."""
     free = len(labels) - len(classes)
     if len(classes) == 1 or free == 0:
         return None

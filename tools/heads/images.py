@@ -1,6 +1,6 @@
 """The loads of all routed heads of an image model in one picture, a map for each layer with any.
 
-Rows are all images, the first classes, and of a MoH-DiT tenths of the steps. Columns are heads; shared ones are empty.
+Rows are all images, the first classes, and for a MoH-DiT tenths of the steps. Columns are heads; shared ones are empty.
 """
 
 import math
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from tools.heads.pictures import frame, themed
 
-ROWS, ACROSS = 16, 4  # of a map at most; maps side by side
+ROWS, ACROSS = 16, 4  # most rows of a map; maps side by side
 MAP_WIDTH, ROW_HEIGHT = 2.0, 0.14  # inches
 
 
@@ -19,7 +19,7 @@ def picture(report):
     """PNG of a report. See image_report.py."""
     steps = report["steps"]
     classes = report["classes"][: ROWS - 1 - len(steps)]
-    classes = [name.encode(errors="surrogateescape").decode(errors="replace") for name in classes]  # maybe no UTF-8
+    classes = [name.encode(errors="surrogateescape").decode(errors="replace") for name in classes]  # may not be UTF-8
     names = ["all", *classes, *(f"t {first}-{last}" for first, last in steps)]
     maps = {}
     for layer, shared, mean, load, step_load in zip(

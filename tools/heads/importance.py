@@ -1,4 +1,4 @@
-"""Which heads of a Llama matter most on sample text, and the orders of heads that leave its function as it is.
+"""Ranks the heads of a Llama on sample text, and reorders them without changing its function.
 
 Heads are ranked by the size of what they write into the residual stream,
 
@@ -6,10 +6,10 @@ Heads are ranked by the size of what they write into the residual stream,
 
 which needs forward passes only, so the model is read layer by layer and one layer is in memory at a time.
 
-Attention is a sum over heads, so heads may stand in any order if the rows of q and the columns of o move together. With
-grouped key/value heads whole groups may change places, with their rows of k and v, and query heads inside their group.
-So groups are ranked by the mean of their heads, and heads within their group. Where the number of shared heads ends
-within a group, that group gives its best ones.
+Attention is a sum over heads, so heads may be in any order if the rows of q and the columns of o move together. With
+grouped key/value heads, whole groups may change places, with their rows of k and v, and query heads inside their group.
+So groups are ranked by the mean of their heads, and heads within their group. If the number of shared heads ends
+within a group, the best heads of that group are shared.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.import_weights import EMBEDDING, POSITIONS
 
-HELD_OUT = 0.05  # share of every shard, at its end, that is no sample: training may hold it out
+HELD_OUT = 0.05  # share at the end of every shard that is not sampled: training may hold it out
 
 
 def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
@@ -46,7 +46,7 @@ def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
 def sample_text(path, tokenizer, vocab_size, seq_length, num_tokens):
     """(tokens int64 [b, s], their source) of a text file, or of the documentation of Python if ``path`` is None.
 
-    Raises ConfigError if the text is shorter than one sequence, is not UTF-8, or has tokens that the model has not.
+    Raises ConfigError if the text is shorter than one sequence, is not UTF-8, or has tokens unknown to the model.
     """
     name = f"--sample-text {path}" if path else "the documentation of Python"
     try:
@@ -71,7 +71,7 @@ def documentation():
 
 @torch.no_grad()
 def measure(config, source, tokens, progress):
-    """I_i of every layer, float64 [layers, heads]. config: ModelConfig with all heads on; tokens: int64 [b, s].
+    """Return I_i of every layer, float64 [layers, heads]. config: ModelConfig with all heads on. tokens: int64 [b, s].
 
     progress: called after each layer.
     """
@@ -96,7 +96,7 @@ def written_sizes(context, weight):
 
 
 def embedded(config, source, tokens):
-    """What the first layer reads of tokens int64 [b, s]: fp32 [s, b, d]."""
+    """Return the input of the first layer for tokens int64 [b, s], fp32 [s, b, d]."""
     x = F.embedding(tokens.t(), source.whole(EMBEDDING))
     return x + source.rows(POSITIONS, 0, len(x)).unsqueeze(1) if "learned" in config.position else x
 
@@ -129,7 +129,7 @@ def kept_share(importance, heads):
 
 
 def ranked(config, source, tokens, progress):
-    """(orders, facts): {layer: order of heads}, and what state.json keeps of the measurement, JSON-able.
+    """Return (orders, facts): {layer: order of heads}, and what state.json records about the measurement, JSON-able.
 
     config: ModelConfig of the import, on the vocabulary of the source.
     """

@@ -1,4 +1,4 @@
-"""What each head of a model does, measured on text: which tokens use it, what it writes, where its attention goes.
+"""Measures on text what each head of a model does: which tokens use it, what it writes, where its attention goes.
 
 The model runs one layer at a time over all of the text and keeps its hidden states; only the attention map of one head
 and window is in memory. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before
@@ -10,7 +10,7 @@ it:
     written_i   mean over all tokens of |g_i(t) W_O_i H_i(t)|, the size of what it adds to the residual stream
     CKA_ij      linear centred kernel alignment of two heads of a layer (Kornblith et al. 2019, arXiv 1905.00414), over
                 all tokens: |C_ij|^2 / (|C_ii| |C_jj|), C_ij the cross-covariance of H_i and H_j, | | the Frobenius
-                norm; 1 if one is the other but for a rotation and a factor
+                norm; 1 if they are equal up to a rotation and a factor
 
 Attention a_i(t, u) of query t to token u <= t, over the queries that use the head:
 
@@ -18,16 +18,16 @@ Attention a_i(t, u) of query t to token u <= t, over the queries that use the he
                 queries t >= max(o, 1) with argmax_u a(t, u) = t - o (Voita et al. 2019, section 5.1)
     previous    mean of a(t, t - 1), t >= 1 (Olsson et al. 2022, head activation evaluators)
     second      mean of a(t, t - 2), t >= 2
-    first       mean of a(t, 0), t >= 1: how much it rests on the first token
+    first       mean of a(t, 0), t >= 1: how much attention goes to the first token
     sink        the same over all heads of a layer, for each domain
     prefix      on random tokens repeated four times: mean over t, whose token has occurred before, of the sum of
                 a(t, u) over all u whose preceding token is that of t (Olsson et al. 2022, where the mean is over the
-                entries a(t, u); the sum makes 1 the most, however the weight is spread over the repetitions)
+                entries a(t, u); with the sum, 1 is the maximum for any distribution over the repetitions)
     rare        on text cut into pieces of 32 tokens: share of the queries t >= 8 whose largest weight lies on one of
                 the two rarest tokens that they see, where the rarest is not among the 500 most frequent (an eighth of
                 a vocabulary below 4000) (Voita et al. 2019, section 5.3)
 
-A measure of fewer than 20 queries is NaN.
+A measure with fewer than 20 queries is NaN.
 """
 
 from itertools import groupby
@@ -48,13 +48,13 @@ from tools.heads.importance import written_sizes
 FEWEST = 20  # queries that a measure needs
 SEGMENT, FIRST_QUERY = 32, 8  # tokens of a piece of text, and the first query, of the test of rare tokens
 FREQUENT = 500
-ROWS = 64  # of the test texts that go through the model together
+ROWS = 64  # test texts that go through the model together
 
 
 class Heads(NamedTuple):
     """The heads of a layer over a batch. query [s, b, h, e] and key [s, b, k, e] with rotary, output [s, b, h, e]
     before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. seen: ``AttentionMask``, or None.
-    own_keys: whether heads see the tokens only that use them."""
+    own_keys: whether heads see only the tokens that use them."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -74,7 +74,7 @@ class Heads(NamedTuple):
         query, key = (part.to(wide(part)).transpose(0, 1) for part in (query, key))  # [b, s, e]
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-        if self.seen is not None and self.seen.mask.is_floating_point():  # added to scores, head by head
+        if self.seen is not None and self.seen.mask.is_floating_point():  # values to add to scores, head by head
             return (scores + self.seen.mask[:, head]).softmax(-1)
         hidden = hidden if self.seen is None else ~self.seen.mask[:, 0]
         if self.own_keys:
@@ -170,7 +170,7 @@ def measure_text(model, domains, progress):
 
 
 def ratio(part, whole):
-    """part / whole, NaN where whole is 0."""
+    """Return part / whole, NaN where whole is 0."""
     return np.divide(part, whole, out=np.full(np.shape(part), np.nan), where=np.asarray(whole) > 0)
 
 
@@ -189,7 +189,7 @@ class Moments:
         self.squares += rows.t() @ rows
 
     def cka(self):
-        """[h, h]; NaN for a head whose output does not vary."""
+        """Return the CKA [h, h], NaN for a head whose output does not vary."""
         covariance = (self.squares - torch.outer(self.sum, self.sum) / self.count).view(*self.shape, *self.shape)
         squares = covariance.square().sum((1, 3)).cpu().numpy()  # |C_ij|^2
         norms = np.sqrt(squares.diagonal())
@@ -197,15 +197,15 @@ class Moments:
 
 
 class Offsets:
-    """Where the largest weight of each head lies relative to the query, for one layer."""
+    """Counts where the largest weight of each head lies relative to the query, for one layer."""
 
     def __init__(self, num_heads, length):
         self.hits = torch.zeros(num_heads, length // 2 + 1, dtype=torch.int64)
-        self.queries = torch.zeros_like(self.hits)  # that have a token at this distance
+        self.queries = torch.zeros_like(self.hits)  # queries with a token at this distance
         self.weights = torch.zeros(num_heads, 3, dtype=torch.float64)  # sums of a(t, t - 1), a(t, t - 2) and a(t, 0)
 
     def add(self, heads):
-        """Count the queries; returns the sum of their a(t, 0), over all heads, and their number."""
+        """Count the queries, and return the sum of their a(t, 0) over all heads, and their number."""
         before, queries = self.weights[:, 2].sum(), 0
         length, farthest = len(heads.query), self.hits.shape[1]
         position = torch.arange(length, device=heads.query.device)
@@ -246,14 +246,14 @@ def measure_prefix(model, sequences):
 
 
 def measure_rare(model, domains, ranks):
-    """(rare [L, h], the share of a head whose largest weight lies anywhere with equal probability).
+    """Return (rare [L, h], the share of a head whose largest weight lies anywhere with equal probability).
 
     ranks: int64 [vocab]; see ``frequency_ranks`` in text.py.
     """
     windows = [window for domain in domains for window in domain.windows]
     pieces = torch.stack([piece for window in windows for piece in window.unfold(0, SEGMENT, SEGMENT)])
     seen = ranks[pieces][:, None].expand(-1, SEGMENT, -1).tril() - torch.ones(SEGMENT, SEGMENT).triu(1).long()
-    rarest = seen.amax(-1, keepdim=True)  # rank; -1 stands for what is not seen
+    rarest = seen.amax(-1, keepdim=True)  # rank; -1 stands for unseen tokens
     second = seen.masked_fill(seen == rarest, -1).amax(-1, keepdim=True)
     rare = seen >= second  # [b, query, key]
     asked = ((rarest >= min(FREQUENT, len(ranks) // 8)) & (second >= 0)).squeeze(-1)  # [b, query]
@@ -268,9 +268,9 @@ def measure_rare(model, domains, ranks):
 
 @torch.no_grad()
 def mean_over_queries(model, tokens, keys, asked, score):
-    """Mean of score(weights [b, s, s], keys [b, s, s]) -> [b, s] over the queries that use a head, for each: [L, h].
+    """Return the mean of score(weights [b, s, s], keys [b, s, s]) -> [b, s] over the queries of each head: [L, h].
 
-    tokens: int64 [b, s]. keys: bool, what is looked for. asked: bool [b, s], the queries that count.
+    tokens: int64 [b, s]. keys: bool, the keys to be found. asked: bool [b, s], the queries that count.
     """
     device = model.model.embed_tokens.weight.device
     keys, asked = (list(part.to(device).split(ROWS)) for part in (keys, asked))

@@ -13,7 +13,7 @@ from moh_lm.monitor.report.series import name_of
 from tools.heads import ablation, changes, findings, gates, measures, syntax
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
-MOST_PLACES = 48  # heads of a class that are listed
+MOST_PLACES = 48  # most heads of a class that are listed
 
 
 def page(report, pictures, decode):
@@ -65,7 +65,7 @@ def numbered(values, factor, digits):
 
 
 def image(content):
-    """The address of a PNG that has its content in it."""
+    """Return a data URL with the content of a PNG."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
@@ -88,7 +88,7 @@ def token_texts(ids, decode):
 
 
 def syntax_rows(relations):
-    """For each relation the baseline, the best head, and all that follow it."""
+    """Return for each relation the baseline, the best head, and all heads that follow it."""
     rows = []
     for name, of in relations.items():
         best = np.unravel_index(np.nanargmax(of["share"]), of["share"].shape) if not np.isnan(of["share"]).all() else ()
@@ -125,7 +125,7 @@ def routed_rows(report):
 
 
 def sink_rows(report):
-    """For each layer, its attention to the first token and the RMS of its gates in each domain."""
+    """Return for each layer its attention to the first token and the RMS of its gates in each domain."""
     sinks, gates = (list(report[key].values()) for key in ("sink", "gate_rms"))
     return [
         [layer, *(percent(of[layer]) for of in sinks), *(number(of[layer]) for of in gates)]
@@ -147,7 +147,7 @@ def load_of_routed(kinds, load):
 
 
 def head_columns(report):
-    """{title: function of a layer and a head, which gives the cell} of the table of all heads."""
+    """Return {title: function from layer and head to a cell} of the table of all heads."""
 
     def of(values, write=number):
         return lambda i, j: write(values[i][j])

@@ -1,7 +1,7 @@
 """Maps of heads, and curves, as PNG, in the colours of a light and of a dark page.
 
-Rows are layers or domains, columns heads, shared heads first; a line stands between these and the routed ones. Small
-maps have their numbers in them. A picture is 4 inches wide at 180 dots per inch, for half as many pixels of a page.
+Rows are layers or domains; columns are heads, shared heads first, with a line between these and the routed ones. Small
+maps show their numbers. A picture is 4 inches wide at 180 dots per inch, for half as many pixels of a page.
 """
 
 import io
@@ -16,14 +16,14 @@ from PIL import Image
 from tools.heads.findings import shown
 
 WIDTH, DOTS = 4.0, 180
-INKS = {"light": ("#1c1f23", "#ffffff"), "dark": ("#d8dce2", "#16181c")}  # of text, of the page
+INKS = {"light": ("#1c1f23", "#ffffff"), "dark": ("#d8dce2", "#16181c")}  # colours of text and of the page
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 PAPER = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
 STYLE = {"axes.labelsize": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "xtick.labelsize": 7,
          "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False,
          "text.parse_math": False}  # fmt: skip
-MOST_NUMBERS, MOST_COLUMNS = 200, 16  # of a map that has its numbers in it
-CLASS_COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#9a9a9a")  # of CLASSES; unused is the page's own
+MOST_NUMBERS, MOST_COLUMNS = 200, 16  # limits for a map that shows its numbers
+CLASS_COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#9a9a9a")  # of CLASSES; unused has the page's
 
 
 def themed(draw, *arguments):
@@ -68,7 +68,7 @@ def write_numbers(axis, values, image):
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
         colour = "#ffffff" if dark else "#000000"
-        text = f"{round(value, digits) + 0.0:.{digits}f}"  # no minus before a zero
+        text = f"{round(value, digits) + 0.0:.{digits}f}"  # no minus sign before zero
         axis.text(column, row, text, ha="center", va="center", fontsize=6.5, color=colour)
 
 
@@ -120,7 +120,7 @@ def frame(axis, names, columns, kinds):
 
 
 def png(figure):
-    """The picture in 256 colours, half of the bytes."""
+    """Return the picture in 256 colours, which need half of the bytes."""
     drawn, file = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DOTS)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, "png", optimize=True)

@@ -15,11 +15,11 @@ from tools.heads.page import picture_of
 from tools.heads.pictures import class_map, curves, head_maps, themed
 from tools.heads.text import frequency_ranks, repeated_sequences
 
-ABLATION_TOKENS = 2048  # of a model without routers, unless --ablation-tokens says otherwise
+ABLATION_TOKENS = 2048  # default for models without routers
 
 
 def report_of(arguments, model, tokenizer, domains, changes=None):
-    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}}). changes: result of
+    """Return the content of heads.json, with arrays, and {picture: {"light", "dark": PNG}}. changes: result of
     ``measure_changes``."""
     kinds = findings.kinds_of(model)
     routed, num_layers = routed_mask(kinds), len(kinds)
@@ -125,12 +125,12 @@ def draw_pictures(report, used):
 
 
 def highest(values):
-    """The upper end of a scale; it is above 0 even if all values are 0 or NaN."""
+    """Return the upper end of a scale, which is above 0 even if all values are 0 or NaN."""
     return max(1e-3, np.nanmax(values, initial=0))
 
 
 def plain(value):
-    """JSON-able: arrays as lists, NaN as null, numbers with six digits."""
+    """Return a JSON-able value: arrays as lists, NaN as null, numbers with six digits."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):

@@ -2,8 +2,8 @@
 
 The relations are those of a treebank in CoNLL-U, the form of Universal Dependencies. A decoder sees earlier words only,
 so the query is the last token of the later word. It is a hit if the largest weight lies on any token of the earlier
-word. Names say what is looked for: "nsubj dependent" is a verb that finds its subject, "nsubj governor" a subject that
-finds its verb. The baseline of a relation is a head that always looks at the most frequent distance in words. A head
+word. Names say which word is sought: in "nsubj dependent" a verb finds its subject, in "nsubj governor" a subject finds
+its verb. The baseline of a relation is a head that always looks at the most frequent distance in words. A head
 follows a relation if its share of hits is 10 points above that.
 """
 
@@ -17,7 +17,7 @@ import torch
 from moh_lm.config import ConfigError
 from tools.heads.measures import FEWEST, ratio, sweep
 
-ABOVE = 0.1  # of the baseline
+ABOVE = 0.1  # share above the baseline
 
 
 class Sentence(NamedTuple):
@@ -28,8 +28,8 @@ class Sentence(NamedTuple):
 
 
 def read_treebank(path, tokenizer, num_tokens, length):
-    """[``Sentence``] of at most ``length`` tokens, until there are ``num_tokens``. Those are left out whose words do
-    not make up their text, or whose tokens do not spell it. Raises ConfigError if none is left."""
+    """Return [``Sentence``] of at most ``length`` tokens, until there are ``num_tokens``. It leaves out sentences whose
+    words do not form their text, or whose tokens do not spell it. Raises ConfigError if none is left."""
     try:
         blocks = path.read_text(encoding="utf-8").strip().split("\n\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -58,7 +58,7 @@ def read_sentence(lines, tokenizer):
         places[number] = start, (end := start + len(row[1]))
     ids = list(map(int, tokenizer.model.encode(text, out_type=int)))
     decoded = [tokenizer.model.decode(ids[: end + 1]) for end in range(len(ids))]
-    whole = [len(os.path.commonprefix([part, text])) for part in decoded]  # characters that end up to each token,
+    whole = [len(os.path.commonprefix([part, text])) for part in decoded]  # characters that end by each token,
     begun = [end + (len(part) > end) for end, part in zip(whole, decoded, strict=True)]  # or begin: byte tokens
     if not words or tokenizer.model.decode(ids) != text:
         return None
@@ -77,8 +77,8 @@ def read_sentence(lines, tokenizer):
 
 
 def measure_syntax(model, sentences):
-    """{relation: {"pairs": their number, "baseline": share, "share": [L, h] of hits, "follows": bool [L, h]}}, the most
-    frequent relations first. NaN for a head that too few of the pairs use."""
+    """Return {relation: {"pairs": number, "baseline": share, "share": [L, h] of hits, "follows": bool [L, h]}}, the
+    most frequent relations first. Shares are NaN for heads that too few pairs use."""
     layers = model.model.layers
     counts, distances = {}, {}
     for relation, distance, *_ in (pair for sentence in sentences for pair in sentence.pairs):

@@ -1,7 +1,7 @@
 """The prompts of benchmark tasks as domains of a head report: which heads a task uses (Fig. 3 of the paper).
 
-Each column of a suite (tools/tasks/suites.py) is a domain: the harness's prompts with their examples, one after the
-other, each as a document. Answers are not included.
+Each column of a suite (tools/tasks/suites.py) is a domain. It holds the harness's prompts with their examples, each as
+a document. Answers are not included.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from tools.heads.text import Domain, windows_of
 from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
 
-SHORT = 8  # tokens of a prompt at least, by which the number of questions that are read is limited
+SHORT = 8  # fewest tokens of a prompt; it limits the number of questions that are read
 
 
 def task_domains(suite, names, data, tokenizer, seq_length, num_tokens):
@@ -31,13 +31,13 @@ def task_domains(suite, names, data, tokenizer, seq_length, num_tokens):
 
 
 def prompts(tasks, shots, limit):
-    """One prompt for each of the first questions of ``tasks`` of the harness, ``limit`` of all of them together."""
+    """Return one prompt for each of the first questions of the harness's ``tasks``, ``limit`` of them in all."""
     found = []
     for task in tasks:
         task.set_config("num_fewshot", shots)
         task.set_fewshot_seed(SEED)
         task.build_all_requests(limit=-(-limit // len(tasks)), rank=0, world_size=1)
-        of_questions = {}  # several requests for one question: a choice each
+        of_questions = {}  # several requests for one question, one per choice
         for request in task.instances:
             of_questions.setdefault(request.doc_id, request.args[0])
         found += of_questions.values()

@@ -5,8 +5,8 @@ the directory of one of its sources, or shards of other tools, also the PREFIX o
 makes every source a domain.
 
 Windows of shards are spaced evenly over all tokens, held-out parts included. Each file gives the same number of tokens
-from its beginning, or all it has if these are fewer. Windows join documents as training without --reset-at-documents
-does; each document ends with the end-of-sequence token.
+from its beginning, or all its tokens if there are fewer. Windows join documents as training without
+--reset-at-documents does; each document ends with the end-of-sequence token.
 """
 
 import os
@@ -25,8 +25,8 @@ from moh_lm.data.files import beside
 from moh_lm.data.source import Stream
 from tools.shards.directory import open_directory
 
-SHORTEST = 32  # tokens of a domain
-LONGEST_TOKEN = 32  # characters; of a long document only so many for each token that is wanted are encoded
+SHORTEST = 32  # fewest tokens of a domain
+LONGEST_TOKEN = 32  # characters of a long document that are encoded for each requested token
 
 
 class Domain(NamedTuple):
@@ -52,14 +52,14 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
             windows = read_shards(entry, name, place, tokenizer, seq_length, num_tokens)
             domains = [Domain(name, windows, Counter()) for name, windows in windows.items()]
         elif not separator or not name:
-            raise ConfigError([f"--data {entry}: is no directory of shards; give one, or NAME=FILES or NAME=DIR"])
+            raise ConfigError([f"--data {entry}: is not a directory of shards; give one, or NAME=FILES or NAME=DIR"])
         else:
             domains = [read_text(name, place, tokenizer, seq_length, num_tokens, text_key)]
         for domain in domains:
             if re.search("[\ud800-\udfff]", domain.name):
                 raise ConfigError([f"--data {entry}: its name is not UTF-8; give NAME=FILES with one in UTF-8"])
             if domain.name in found:
-                raise ConfigError([f"--data {entry}: {domain.name} is there already; give each domain its name"])
+                raise ConfigError([f"--data {entry}: {domain.name} is given twice; give each domain its own name"])
             found[domain.name] = domain
     largest = {name: max(int(window.max()) for window in domain.windows) for name, domain in found.items()}
     problems = [
@@ -113,7 +113,7 @@ def windows_of(name, tokens, seq_length):
 
 
 def file_tokens(file, tokenizer, wanted, text_key, dropped):
-    """The first ``wanted`` tokens of a file (path, name), or all that it has: int64 [tokens]."""
+    """Return the first ``wanted`` tokens of a file (path, name), or all of them, int64 [tokens]."""
     found, size = [np.zeros(0, np.int64)], 0
     for document in documents(inspect_file(*file), text_key):
         if document.text is None:
@@ -132,9 +132,9 @@ def check_length(name, length):
 
 
 def frequency_ranks(domains, vocab_size):
-    """(rank of each token by its count in the windows, 0 for the most frequent one; the counts), both int64 [vocab].
+    """Return (rank of each token by its count in the windows, 0 for the most frequent; the counts), both int64 [vocab].
 
-    Of equally frequent tokens the one of the higher id counts as rarer: vocabularies list frequent pieces first.
+    Among equally frequent tokens, a higher id counts as rarer, because vocabularies list frequent pieces first.
     """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for domain in domains:
@@ -145,10 +145,10 @@ def frequency_ranks(domains, vocab_size):
 
 
 def repeated_sequences(ranks, counts, start, examples=10, length=25, repeats=4):
-    """Olsson et al.'s test text: random tokens, repeated, after a start token: int64 [examples, 1 + length x repeats].
+    """Return Olsson et al.'s test text: repeated random tokens after a start token, int64 [examples, tokens].
 
-    The tokens of an example are different ones, drawn from those in the text without the most and the least frequent
-    tenth of them. start: the token that documents begin after.
+    The tokens of an example are distinct, drawn from those in the text except the most and the least frequent tenth.
+    start: the token after which documents begin.
     """
     present = ranks.argsort()[: int((counts > 0).sum())]
     present = present[present != start]

@@ -7,11 +7,11 @@ from data_prep.report import table
 from tools.shards.directory import sum_of
 
 COUNTED = ("name", "shards", "documents", "tokens")  # columns of the table
-LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)  # tokens; powers of two at which a column of the table begins
+LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)  # tokens: powers of two at which the columns of the table begin
 
 
 def describe(report):
-    """Lines of at most 100 columns if the names of sources have at most 24."""
+    """Return the lines, at most 100 columns wide if the names of sources have at most 24."""
     if "sources" in report:
         yield from describe_sources(report["sources"])
     if "plan" in report:

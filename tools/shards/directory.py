@@ -1,4 +1,4 @@
-"""What inspect_data.py reads from shards: counts, lengths of documents, checksums of files."""
+"""Reads counts, lengths of documents and checksums from shards for inspect_data.py."""
 
 import os
 from collections import Counter
@@ -14,14 +14,14 @@ from moh_lm.data.index import verify_arrays
 from moh_lm.data.reader import open_shard, verify_shard
 from moh_lm.data.shards import read_manifest
 
-SHORT = 2**28  # bytes that are read before a bar would be of use
+SHORT = 2**28  # fewer bytes than this need no progress bar
 
 
 def open_directory(path):
-    """({source: its shards}, sentences for shards that cannot be opened or differ from the manifest).
+    """Return ({source: its shards}, sentences for shards that cannot be opened or differ from the manifest).
 
-    Without a manifest the shards may be those of other tools: every pair of files below ``path``, or the one pair that
-    it is the prefix of, each under the name of its directory. Raises ConfigError if there is none.
+    Without a manifest the shards may come from other tools: every pair of files below ``path``, or the pair with the
+    prefix ``path``, each under the name of its directory. Raises ConfigError if there is none.
     """
     path = Path(path)
     if os.path.exists(path / "manifest.json"):
@@ -126,7 +126,7 @@ def histogram(lengths):
 
 
 def verify(shards):
-    """A sentence for each file of ``shards`` that differs from what was written; reads all files, on all cores."""
+    """Return a sentence for each file of ``shards`` that differs from what was written. Reads all on all cores."""
     size = sum(os.path.getsize(f"{shard.prefix}{suffix}") for shard in shards for suffix in (".bin", ".idx"))
     with progress_bar("verifying", size, SHORT) as bar, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = list(pool.map(lambda shard: list(verify_shard(shard, bar.update)), shards))

@@ -1,10 +1,10 @@
 """A data directory copied from anywhere that fsspec reads, shard by shard.
 
-    DIR/SOURCE/UNIT.bin.part    a file that is being copied; a later start goes on at its end
-    DIR/.fetch                  the manifest and the tokenizer until all shards are there
+    DIR/SOURCE/UNIT.bin.part    a file that is being copied; a later start resumes at its end
+    DIR/.fetch                  the manifest and the tokenizer until all shards are complete
 
 No file gets its final name before its SHA-256 was compared: .bin and .idx with the sidecar, the sidecar with the
-manifest, which is sealed itself. The sidecar comes last, and the manifest after all sidecars.
+manifest, which is sealed itself. The sidecar is written last, and the manifest after all sidecars.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from moh_lm.data.files import ShardError, beside, flush, sha256_of
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 
-SHORT = 2**24  # bytes that are copied before a bar would be of use
+SHORT = 2**24  # fewer bytes than this need no progress bar
 SUFFIXES = (".bin", ".idx")
 
 
 def fetch(url, output, workers):
-    """Copy the data directory at ``url`` to ``output``; returns (shards copied, shards that were there).
+    """Copy the data directory at ``url`` to ``output``. Returns (shards copied, shards that already existed).
 
-    Raises ConfigError for what the user has to fix, ShardError or OSError for files that are damaged or out of reach.
+    Raises ConfigError for what the user has to fix, ShardError or OSError for files that are damaged or unreachable.
     """
     origin = Origin(url)
     writable_directory(output)
@@ -114,7 +114,7 @@ def fetch_unit(origin, output, source, unit, entry, report):
     prefix = output / source / unit
     prefix.parent.mkdir(exist_ok=True)
     sidecar, staged = beside(prefix, ".json"), beside(prefix, ".json.part")
-    if sidecar.exists():  # of another shard of this name
+    if sidecar.exists():  # the sidecar of another shard with this name
         for suffix in (".json", *SUFFIXES):
             beside(prefix, suffix).unlink(missing_ok=True)
     staged.write_bytes(origin.small_file(f"{source}/{unit}.json") or b"")
@@ -125,7 +125,7 @@ def fetch_unit(origin, output, source, unit, entry, report):
     for suffix in SUFFIXES:
         name = f"{source}/{unit}{suffix}"
         copy = Copy(origin, name, beside(prefix, suffix), facts[suffix[1:]], report)
-        if not (copy.attempt() or copy.attempt()):  # the first one may have gone on from a part of another file
+        if not (copy.attempt() or copy.attempt()):  # the first may have continued a part of another file
             raise ShardError(f"{origin.url}/{name}: differs from its sidecar; restore it there")
     flush(staged)
     os.replace(staged, sidecar)
@@ -139,7 +139,7 @@ class Copy:
         self.origin, self.name = origin, name
         self.target, self.part = target, beside(target, ".part")
         self.facts, self.report = facts, report
-        if target.exists():  # without a sidecar: its shard is not complete
+        if target.exists():  # there is no sidecar, so its shard is not complete
             os.replace(target, self.part)
 
     def attempt(self):
@@ -153,7 +153,7 @@ class Copy:
         return True
 
     def go_on(self):
-        """Copy what is missing at the end of the part. Raises whatever the protocol does."""
+        """Copy what is missing at the end of the part. Raises any error of the protocol."""
         with open(self.part, "ab") as part, self.origin.files.open(self.origin.path(self.name), "rb") as file:
             file.seek(part.tell())
             while block := file.read(BLOCK):

@@ -1,4 +1,4 @@
-"""Samples of a run and documents of a source, with the pieces of text that they are made of."""
+"""Samples of a run and documents of a source, with their pieces of text."""
 
 import sys
 from pathlib import Path
@@ -53,7 +53,7 @@ def decoder(arguments):
 
 
 def read_sample(dataset, number, decode):
-    """The window or packed row of sample ``number`` of a run, as the pieces of documents that make it up."""
+    """Return the window or packed row of a run's sample ``number``, as pieces of documents."""
     source, epoch, position = (int(column[0]) for column in dataset.mixture_of(number).locate([number]))
     stream = dataset.sources[source].training
     _, (row,) = dataset.rows([number])
@@ -115,7 +115,7 @@ def dataset_of_state(arguments, number):
 
 
 def read_document(sources, text, decode):
-    """The document that ``text``, SOURCE:N, names."""
+    """Return the document named by ``text``, SOURCE:N."""
     name, separator, number = text.rpartition(":")
     if not separator or not number.isdecimal() or name not in sources:
         first, names = next(iter(sources), "NAME"), ", ".join(sources) or "none"

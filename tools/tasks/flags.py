@@ -1,4 +1,4 @@
-"""Flags that tools/evaluate.py and tools/evaluate_prepare.py have in common."""
+"""The flags that tools/evaluate.py and tools/evaluate_prepare.py share."""
 
 import os
 from pathlib import Path

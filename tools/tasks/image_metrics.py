@@ -1,4 +1,4 @@
-"""How close generated images are to real ones, by features of Inception that torch-fidelity computes."""
+"""Measures how close generated images are to real ones, by features of Inception from torch-fidelity."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from tools.hf.convert.import_weights import read_released
 # isort: split
 from torch_fidelity import calculate_metrics
 
-FEWEST = 10  # images of a set: the Inception Score has so many parts
+FEWEST = 10  # fewest images in a set: the number of parts of the Inception Score
 METRICS = {
     "FID": "frechet_inception_distance", "KID": "kernel_inception_distance_mean",
     "Inception Score": "inception_score_mean", "precision": "precision", "recall": "recall",
@@ -62,13 +62,13 @@ def compare(arguments, device):
     """Print how close the samples are to the reference."""
     samples, reference = Pictures("--samples", arguments.samples), Pictures("--reference", arguments.reference)
     try:
-        weights = read_released(arguments.inception)  # torch-fidelity would run code that is in it
+        weights = read_released(arguments.inception)  # torch-fidelity would run code in the file
     except ConfigError as error:
         raise ConfigError([f"--inception {arguments.inception}: {error.problems[0]}"]) from error
     if "Mixed_7c.branch_pool.bn.weight" not in weights:
         raise ConfigError([f"--inception {arguments.inception}: is not the Inception of torch-fidelity; see --help"])
     on_gpu = device != "cpu"
-    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # torch-fidelity takes the current GPU
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # torch-fidelity uses the current GPU
         found = calculate_metrics(
             input1=samples, input2=reference, fid=True, kid=True, isc=True, prc=True, cuda=on_gpu, cache=False,
             feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(arguments.inception),

@@ -1,14 +1,14 @@
 """The tasks of a suite for lm-evaluation-harness, with their rows from the hub or local files (docs/huggingface.md).
 
-Prompts, choices and metrics are those of the harness's own task files. Rows come from the data sets on the hub that
-these name. ``datasets`` no longer runs data sets that are scripts there (LogiQA); for them the hub's conversion to
-Parquet is read, CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
+Prompts, choices and metrics are those of the harness's own task files, which name the data sets on the hub. Since
+``datasets`` no longer runs data sets that are scripts (LogiQA), the hub's conversion to Parquet is read for them,
+CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
 
-Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
-TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
-the task file gives the split that is scored (test, else validation) and, with examples in the prompt, that of the
-examples (dev or train). MC1 of TruthfulQA reads the rows of MC2. A small file per task includes the official one by its
-path and replaces where rows come from.
+Local files are DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields
+(``Entry.fields``). TASK is the harness's name, for mmlu, ceval-valid and cmmlu that of each subject (mmlu_anatomy,
+...). SPLIT is the task file's name of the scored split (test, else validation) and, with examples in the prompt, that
+of the examples (dev or train). MC1 of TruthfulQA reads the rows of MC2. A small file per task includes the official one
+by its path and replaces the source of the rows.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ def task_manager(entries, data, scratch):
 
 @contextmanager
 def load_tasks(entries, data):
-    """A context with the harness's TaskManager for ``entries`` and {task: result of its ``load``}, with all rows read.
+    """Context with the harness's TaskManager for ``entries`` and {task: result of its ``load``}, with all rows read.
 
     Raises ConfigError, and RuntimeError if some rows cannot be read.
     """
@@ -56,7 +56,7 @@ def load_tasks(entries, data):
         for task in (task for entry in entries for task in entry.tasks):
             try:
                 loaded[task] = load_task(manager, task, scratch)
-            except Exception as error:  # of datasets, the client of the hub, its HTTP library, or the harness
+            except Exception as error:  # from datasets, the client of the hub, its HTTP library, or the harness
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 remedy = "fix the rows in --data" if data else "give the rows with --data, or choose other --tasks"
                 raise RuntimeError(f"{task}: its rows cannot be read ({reason}); {remedy}") from error
@@ -118,7 +118,7 @@ def write_task(content, directory):
 
 
 def splits_of(config, shots, directory):
-    """{split: file} that ``directory`` has of a task's splits, and the splits that must be there."""
+    """Return {split: file} of a task's splits in ``directory``, and the splits that must exist."""
     scored = config.get("test_split") or config.get("validation_split")
     names = [config[key] for key in SPLITS if config.get(key)]
     found = {name: directory / f"{name}.jsonl" for name in names if (directory / f"{name}.jsonl").is_file()}
@@ -153,14 +153,14 @@ def converted_task(leaf, config, official):
         "include": str(official),
         "task": leaf,
         "tag": None,
-        "dataset_path": "parquet",  # under its own name the cache of datasets would hide next time that it is a script
+        "dataset_path": "parquet",  # with its own name, the cache of datasets would hide later that it is a script
         "dataset_name": None,
         "dataset_kwargs": {"data_files": {split: f"{folder}/{split}/*.parquet" for split in splits}},
     }
 
 
 def row_problems(path, fields):
-    """Sentences if a local file has other rows than the data set: a prompt would silently lack what is absent."""
+    """Return sentences if a local file has other fields than the data set, because prompts would silently lack them."""
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from moh_lm.config import raise_any
 
-SEED = 1234  # of the draw of examples for a prompt, as in the harness's own program
+SEED = 1234  # seed for drawing examples of a prompt, as in the harness's own program
 
 
 class Entry(NamedTuple):

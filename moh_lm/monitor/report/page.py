@@ -1,4 +1,4 @@
-"""The report of a run, or of several that are compared: one HTML file with everything in it. page.html is the template.
+"""The report of one run, or of several for comparison: a single HTML file. page.html is the template.
 
 matplotlib and Jinja2 come with the extra ``plot``.
 """
@@ -16,10 +16,10 @@ from moh_lm.data.files import publish
 from moh_lm.monitor.report import pictures, tables
 from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
 
-QUIET = ("saved", "started")  # events that are not worth a row
+QUIET = ("saved", "started")  # events without a row
 MARKS = (b'content="MoH-LM"', b"Software\0MoH-LM")  # near the beginning of our pages and pictures
-MOST_NAMED = 8  # layers in a legend
-CAPTIONS = {  # how a picture is to be read
+MOST_NAMED = 8  # largest number of layers in a legend
+CAPTIONS = {  # how to read a picture
     "load": "Each band is a layer, each row one of its routed heads, and the run goes from left to right. Rows in the "
     "colour of the red mark get their fair share of the tokens; few tokens select a dark row.",
     "loss": "Lines are training, points are held-out samples. The axis leaves out the loss before training.",
@@ -27,7 +27,7 @@ CAPTIONS = {  # how a picture is to be read
 
 
 def write_page(directories, output, config_type=Config, with_png=False, replaces=False):
-    """Write the report of the runs at ``output``, an HTML file, and each picture as PNG beside it; the files written.
+    """Write the report of the runs to ``output``, an HTML file, with PNGs beside it. Returns the files written.
 
     config_type: class of their configurations. replaces: whether ``output`` may be a file of someone else. Raises
     ConfigError if a directory is not that of a run, or such a file is in the way, OSError if one cannot be written.
@@ -53,13 +53,13 @@ def write_page(directories, output, config_type=Config, with_png=False, replaces
         left_out=[f"{run.directory / name}: {count}" for run in runs for name, count in run.left_out.items()],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
     )
-    files = {Path(output): page.encode(errors="replace")}  # a path may have bytes that are no text
+    files = {Path(output): page.encode(errors="replace")}  # a path may have bytes that are not text
     if with_png:
-        stem = Path(output).name.removesuffix(".html")  # a name such as rate-0.5 has no other ending
+        stem = Path(output).name.removesuffix(".html")  # a name such as rate-0.5 keeps its dot
         files |= {Path(output).with_name(f"{stem}.{name}.png"): pictures.png(of) for name, (_, of) in figures.items()}
     for path in list(files)[replaces:]:
         if path.is_file() and not any(mark in path.read_bytes()[:4096] for mark in MARKS):
-            raise ConfigError([f"{path}: was not written by this program; move it, or give another --output FILE.html"])
+            raise ConfigError([f"{path}: is not a file of this program; move it, or give another --output FILE.html"])
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         publish(path, content)
@@ -67,13 +67,13 @@ def write_page(directories, output, config_type=Config, with_png=False, replaces
 
 
 def evaluations_of(run):
-    """The first evaluation and the last one, if there are two."""
+    """Return the first evaluation and the last one, if there are two."""
     found = {row["step"]: row for row in (run.first_evaluation, run.last_evaluation) if row}
     return list(found.values())
 
 
 def template_beside(file, **filters):
-    """page.html in the folder of ``file``, a template."""
+    """Return the template page.html in the folder of ``file``."""
     loader, blocks = FileSystemLoader(Path(file).parent), dict(trim_blocks=True, lstrip_blocks=True)
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     found.filters.update(filters)
@@ -81,10 +81,10 @@ def template_beside(file, **filters):
 
 
 def figures_of_run(run):
-    """{name: (title, Figure)} of one run, in the order of the page."""
+    """Return {name: (title, Figure)} of one run, in the order of the page."""
     curves, found, marks = run.curves, {}, {}
     for event in run.standing_events():
-        if event["event"] in pictures.MARKS and event["step"] <= run.step:  # the rows end there
+        if event["event"] in pictures.MARKS and event["step"] <= run.step:  # only events up to the last row
             marks.setdefault(event["event"], []).append(event["step"])
     if run.loads:
         found["load"] = "Head load", pictures.load_map(run.loads, fair_loads(run))
@@ -100,7 +100,7 @@ def figures_of_run(run):
     rate = {"learning rate": (*curves["learning_rate"], {})}
     found["rate"] = "Learning rate", pictures.lines(rate, "of the last step of an interval", floor=0)
     norms = {"mean": (*curves["grad_norm"], {})}
-    if not np.array_equal(curves["grad_norm"][1], curves["grad_norm_max"][1]):  # a point is several intervals
+    if not np.array_equal(curves["grad_norm"][1], curves["grad_norm_max"][1]):  # points that cover several intervals
         norms = {"largest": (*curves["grad_norm_max"], {"linewidth": 0.6}), **norms}
     found["norm"] = "Gradient norm", pictures.lines(norms, "before clipping", marks, logarithmic=True)
     speed = {"tokens per second": (*curves["tokens_per_second"], {})}
@@ -114,14 +114,14 @@ def figures_of_run(run):
 
 
 def fair_loads(run):
-    """The loads that the heads of a layer have if tokens select all of them alike, each once."""
+    """Return the distinct loads that the heads of layers have if tokens select all of them equally often."""
     layers = {layer.index: layer for layer in run.config.model.gated_layers()}
     means = {layer: values.mean(0).tolist() for layer, (_, values) in run.loads.items() if layer in layers}
     return sorted({round(layers[layer].fair_load(load), 3) for layer, load in means.items()})
 
 
 def by_source(run, training, validation):
-    """Lines of each source in its colour: the training loss, and points for held-out samples."""
+    """Return lines of each source in its colour: the training loss, and points for held-out samples."""
     names = [name.removeprefix(training) for name in run.curves if name.startswith(training)]
     found = {}
     for index, name in enumerate(names):
@@ -134,7 +134,7 @@ def by_source(run, training, validation):
 
 
 def layer_lines(of_layers):
-    """Lines of layers from dark to light; only a few of many are named."""
+    """Return lines of layers from dark to light; if there are many, only a few are named."""
     count, found = len(of_layers), {}
     named = {round(place * (count - 1) / (MOST_NAMED - 1)) for place in range(MOST_NAMED)}
     for place, (layer, of) in enumerate(of_layers.items()):
@@ -145,7 +145,7 @@ def layer_lines(of_layers):
 
 
 def figures_of_comparison(runs):
-    """{name: (title, Figure)}: one line for each run."""
+    """Return {name: (title, Figure)} with one line for each run."""
     unit = runs[0].config.unit
     wanted = {
         "validation": ("Loss on held-out samples, mean over sources", unit, {"marker": "o", "markersize": 3}),
@@ -162,6 +162,6 @@ def figures_of_comparison(runs):
 
 
 def names_of(runs):
-    """The runs' names; with their directory's where two are alike."""
+    """Return the runs' names, with the names of their directories where two are equal."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.directory) for name, run in zip(names, runs, strict=True)]

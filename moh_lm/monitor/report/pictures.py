@@ -1,7 +1,7 @@
 """The pictures of a report: SVG for the page, PNG for papers, drawn by matplotlib.
 
-An SVG has the colours of the page it stands in: text and axes are drawn in one colour that is then replaced by
-``currentColor``, and what is behind them is transparent.
+An SVG takes the colours of its page: text and axes are drawn in one colour that is then replaced by ``currentColor``,
+and the background is transparent.
 """
 
 import io
@@ -14,14 +14,14 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 INK = "#010203"  # replaced by the colour of the page's text
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#b8a020", "#30a0c0", "#aa3377", "#8a8a8a")
-MARKS = {  # events that are drawn into the curves
+MARKS = {  # events that the curves show
     "resumed": "#228833", "skipped": "#ee6677", "spike": "#ee6677", "alarm": "#b8a020", "damaged": "#aa3377",
     "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
     "routing changed": "#4477aa", "loss changed": "#4477aa", "training changed": "#4477aa",
 }  # fmt: skip
-SIZE, WIDE = (5.2, 3.1), 11  # inches; the width of a picture that has a line of the page to itself
-COLUMNS = 800  # of the map of loads, and places of marks
-DECADE = 10  # from which ratio of its values on a logarithmic axis says more than a linear one
+SIZE, WIDE = (5.2, 3.1), 11  # inches; the width of a picture that fills a line of the page
+COLUMNS = 800  # columns of the map of loads, and places for marks
+DECADE = 10  # ratio of values from which a logarithmic axis shows more than a linear one
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "moh-lm", "font.size": 9, "font.family": "sans-serif", "text.color": INK,
     "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -31,10 +31,10 @@ STYLE = {
 
 
 def lines(series, label, marks=(), logarithmic=False, floor=None):
-    """A ``Figure``. series: {name: (steps, values, style)}, style of matplotlib's plot. marks: {event: its steps}.
+    """Draw a ``Figure``. series: {name: (steps, values, style)}, style of matplotlib's plot. marks: {event: its steps}.
 
-    logarithmic: the axis may be, where its values need it. floor: the lowest value of the axis. What a curve has in the
-    first twentieth of the steps, such as the loss before training, does not stretch the axis upwards.
+    logarithmic: whether the axis may be logarithmic if the values need it. floor: the lowest value of the axis. Values
+    in the first twentieth of the steps, such as the loss before training, do not stretch the axis upwards.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
@@ -62,9 +62,9 @@ def lines(series, label, marks=(), logarithmic=False, floor=None):
 
 
 def load_map(loads, fair=()):
-    """A ``Figure``: a band for each layer, a row for each routed head, steps to the right. loads: ``RunRecord.loads``.
+    """Draw a band for each layer and a row for each routed head, with steps to the right. loads: ``RunRecord.loads``.
 
-    fair: loads that the scale marks, those of heads that are all used alike.
+    fair: loads that the scale marks, those of heads that are all used equally often.
     """
     heights = [values.shape[1] for _, values in loads.values()]
     most = max(values.max() for _, values in loads.values())
@@ -88,7 +88,7 @@ def load_map(loads, fair=()):
 
 
 def at_even_steps(steps, values):
-    """The ``values`` of the interval at each of ``COLUMNS`` places from 0 to the last step; NaN before the first.
+    """Return the ``values`` at each of ``COLUMNS`` places from 0 to the last step, NaN before the first interval.
 
     steps: the ends of the intervals; the first is taken to be as long as the second, or to begin at 0 if it is alone.
     """
@@ -99,7 +99,7 @@ def at_even_steps(steps, values):
 
 
 def mark(axis, marks, last):
-    """Lines down the events, those of a kind drawn together; events closer than a column share a line."""
+    """Draw vertical lines at the events, those of a kind together; events closer than a column share a line."""
     for kind, steps in dict(marks).items():
         steps = np.array(steps)
         label = f"{kind} ({len(steps)})" if len(steps) > 1 else kind
@@ -114,19 +114,19 @@ def frame(figure, axis, label):
     axis.grid(axis="y", linewidth=0.3, color=INK, alpha=0.25)
     if axis.get_legend_handles_labels()[0]:
         for text in figure.legend(loc="outside upper left", ncols=3).get_texts():
-            text.set_parse_math(False)  # a $ in the name of a source is no formula
+            text.set_parse_math(False)  # a $ in the name of a source does not begin a formula
 
 
 def legible(name):
-    """A name as a label: matplotlib leaves out those that begin with an underscore."""
+    """Return a name as a label; matplotlib leaves out labels that begin with an underscore."""
     return f"\u200b{name}" if name.startswith("_") else name
 
 
 def svg(figure, name):
-    """The picture as text that can stand in a page; ``name`` keeps its ids apart from those of other pictures."""
+    """Return the picture as SVG text for a page; ``name`` makes its ids different from those of other pictures."""
     file = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        figure.get_layout_engine().execute(figure)  # by itself: savefig would draw all once more for it
+        figure.get_layout_engine().execute(figure)  # here, because savefig would draw everything again for it
         figure.set_layout_engine(None)
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
@@ -136,7 +136,7 @@ def svg(figure, name):
 
 
 def png(figure):
-    """The picture on white, 200 dots per inch."""
+    """Return the picture as PNG on white, 200 dots per inch."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=200, facecolor="white", metadata={"Software": "MoH-LM"})
     return file.getvalue()

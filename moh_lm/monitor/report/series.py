@@ -1,4 +1,4 @@
-"""What a run directory says about a run: metrics over steps, events, configuration.
+"""Reads what a run directory records about a run: metrics over steps, events, configuration.
 
 Only config.json, metrics.jsonl and events.jsonl are read, so a run that is still training or was killed can be read
 too. Curves are reduced to at most ``POINTS`` points, each the mean of equally many rows.
@@ -16,8 +16,8 @@ from moh_lm.monitor.events import complete_rows
 from moh_lm.units import rounded
 
 POINTS = 400
-ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # of a row that is none
-HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md defines them
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # errors of a malformed row
+HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load (1: all heads are used alike)",
     "unused": "Share of unused heads",
     "a1": "a1, weight of the shared heads; a2 is the rest",
@@ -61,13 +61,13 @@ class RunRecord:
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
 
     def rows_of(self, name, check):
-        """The rows of a file that have a step and pass ``check``, which raises one of ``ODD``."""
+        """Return the rows of a file that have a step and for which ``check`` raises none of ``ODD``."""
         found = [row for _, row in complete_rows(self.directory / name)]
         kept = [row for row in found if type(row["step"]) is int and 0 <= row["step"] < 2**40 and takes(check, row)]
         return self.keep(name, found, kept)
 
     def read(self, curves, rows):
-        """(``curves`` of the groups of ``rows``, the rows): a row of metrics.jsonl that has none is left out."""
+        """Return ``curves`` of the groups of ``rows``, and the rows, without those from which no curve can be read."""
         try:
             return curves(thinned(rows)), rows
         except ODD:
@@ -81,27 +81,27 @@ class RunRecord:
 
     @property
     def started(self):
-        """The facts of the last start: device, ranks, versions; {} if it left none."""
+        """Return the facts of the last start (device, ranks, versions), or {} if it recorded none."""
         return next((event for event in reversed(self.events) if event["event"] == "started"), {})
 
     @property
     def state(self):
-        """A text that says how the run ended."""
+        """Return a text that says how the run ended."""
         turns = [event for event in self.events if event["event"] in ("complete", "stopped", "failed", "resumed")]
         last, of = turns[-1] if turns else None, self.config.run.train_iters
-        if self.step >= of and (last is None or last["event"] == "resumed"):  # the same command was given once more
+        if self.step >= of and (last is None or last["event"] == "resumed"):  # the same command was run again
             return f"complete after step {self.step:,} of {of:,}"
         if last is None or last["event"] == "resumed" or last["step"] < self.step:
             return f"at step {self.step:,} of {of:,}; it is still running, or was killed"
         return f"{last['event']} after step {last['step']:,} of {of:,}"
 
     def tokens_at(self, step):
-        """Tokens up to ``step``, from the rows; later steps are counted with the current sequence length."""
+        """Return the tokens up to ``step``, from the rows; later steps count with the current sequence length."""
         count, last = self.config.tokens_after, self.last_row
         return last["tokens"] + count(step) - count(last["step"])
 
     def tokens_of_parent(self, training):
-        """Tokens that another run had read before this one started from its checkpoint."""
+        """Return the tokens that another run had read before this one started from its checkpoint."""
         first = next((event for event in self.events if event["event"] in ("saved", "resumed")), {"event": "saved"})
         if not training or first["event"] == "saved":
             return 0
@@ -109,7 +109,7 @@ class RunRecord:
         return row["tokens"] - self.config.tokens_after(row["step"]) + self.config.tokens_after(first["step"])
 
     def standing_events(self):
-        """The events, without those of steps that a later resume undid."""
+        """Return the events, without those of steps that a later resume undid."""
         standing, resumed = [], math.inf
         for event in reversed(self.events):
             if event["step"] <= resumed:
@@ -119,7 +119,7 @@ class RunRecord:
         return standing[::-1]
 
     def command(self):
-        """The flags that differ from the defaults, as one would type them."""
+        """Return the flags that differ from the defaults, as one would type them."""
         words = [f"python -m {self.config.program}"]
         for section, entry in walk(self.config):
             value = getattr(section, entry.name)
@@ -129,7 +129,7 @@ class RunRecord:
 
 
 def name_of(directory):
-    """What the run or the export in a directory is called: its last name, or that of OUT in a quickstart's OUT/run."""
+    """Return the name of the run or export in a directory: its last part, or OUT for a quickstart's OUT/run."""
     path = Path(directory).resolve()
     if path.parent.name == "checkpoints":
         return f"{name_of(path.parents[1])}, {path.name}"
@@ -137,7 +137,7 @@ def name_of(directory):
 
 
 def written(value, quote=str):
-    """A value of the configuration as text; ``quote``: for each word, such as shlex.quote."""
+    """Return a value of the configuration as text. quote: a function for each word, such as shlex.quote."""
     if isinstance(value, list | tuple):
         items = ["=".join(map(str, item)) if isinstance(item, list | tuple) else str(item) for item in value]
         return " ".join(map(quote, items))
@@ -145,7 +145,7 @@ def written(value, quote=str):
 
 
 def takes(function, value):
-    """Whether ``function`` can read ``value``, which another version or a person may have written."""
+    """Return whether ``function`` can read ``value``, which another version or a person may have written."""
     try:
         function(value)
     except ODD:
@@ -159,7 +159,7 @@ def check_event(row):
     if row["event"] == "started":
         row["device"] + "".join(row["versions"].values()) + row.get("commit", "")
         range(row["ranks"]), range(row.get("parameters", 0))
-    rounded([value for value in row.values() if isinstance(value, dict | list)])  # which is too deep for some
+    rounded([value for value in row.values() if isinstance(value, dict | list)])  # fails if a row is nested too deeply
 
 
 def check_counts(row):
@@ -173,18 +173,18 @@ def check_sample(row):
 
 
 def thinned(rows):
-    """``rows`` in at most ``POINTS`` groups of neighbours, [[row, ...], ...]."""
+    """Return ``rows`` in at most ``POINTS`` groups of neighbours, [[row, ...], ...]."""
     ends = np.linspace(0, len(rows), min(len(rows), POINTS) + 1).astype(int)
     return [rows[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
 
 
 def curve(groups, value):
-    """(last step of each group, mean of ``value`` (row) over it), without groups that have none."""
+    """Return (last step of each group, mean of ``value(row)`` over it), without groups that have no value."""
     return points(groups, [map(value, group) for group in groups])
 
 
 def points(groups, numbers):
-    """(last step of each group, mean of its ``numbers``), without groups that have none."""
+    """Return (last step of each group, mean of its ``numbers``), without groups that have none."""
     found = []
     for group, of in zip(groups, numbers, strict=True):
         values = [number for number in of if number is not None and math.isfinite(number)]
@@ -195,7 +195,7 @@ def points(groups, numbers):
 
 
 def training_curves(groups):
-    """Curves of the rows with a loss; of the gradient norm the largest of each group too."""
+    """Return curves of the rows with a loss; for the gradient norm, also the maximum of each group."""
     curves = {key: curve(groups, lambda row, key=key: row[key]) for key in ("loss", "learning_rate", "grad_norm")}
     largest = [[max(group, key=lambda row: row["grad_norm"] or 0)] for group in groups]
     curves["grad_norm_max"] = curve(largest, lambda row: row["grad_norm"])
@@ -211,7 +211,7 @@ def training_curves(groups):
 
 
 def evaluation_curves(groups):
-    """Curves of the held-out windows: validation, its bits per byte, and each source."""
+    """Return curves of the held-out windows: validation loss, its bits per byte, and each source."""
     curves = {"validation": curve(groups, lambda row: row["evaluation_mean"])}
     for key, name in (("evaluation", "validation/"), ("evaluation_bits_per_byte", "validation_bits/")):
         for source in sorted({source for rows in groups for row in rows for source in row.get(key, {})}):
@@ -220,12 +220,12 @@ def evaluation_curves(groups):
 
 
 def accuracy_curves(groups):
-    """The share of held-out images that are recognised; {} without any."""
+    """Return the curve of the share of held-out images that are recognised, or {}."""
     return {"accuracy": curve(groups, lambda row: row["accuracy"]["top_1"]["share"])} if groups else {}
 
 
 def of_one_shape(training):
-    """The rows with head metrics whose layers have as many routed heads as in most rows."""
+    """Return the rows with head metrics whose layers have as many routed heads as in most rows."""
     alike = {}
     for row in (row for row in training if "heads" in row):
         with suppress(*ODD):
@@ -234,13 +234,13 @@ def of_one_shape(training):
 
 
 def shape_of(row):
-    """((layer, number of routed heads), ...) of a row with figures of heads."""
+    """Return ((layer, number of routed heads), ...) of a row with head metrics."""
     both = zip(row["heads"]["layer"], row["heads"]["load"], strict=True)
     return tuple((int(layer), len(load)) for layer, load in both if load)
 
 
 def head_curves(groups):
-    """({layer: (steps, mean loads [points, heads])}, {figure: {layer: (steps, values)}}): loads of routed layers."""
+    """Return {layer: (steps, mean loads [points, heads])} of routed layers, and {figure: {layer: (steps, values)}}."""
     if not groups:
         return {}, {}
     loads, figures = {}, {}
@@ -260,7 +260,7 @@ def head_curves(groups):
 
 
 def sink_curves(groups):
-    """{"sink": {layer: (steps, mean over the sources)}}; {} without any."""
+    """Return {"sink": {layer: (steps, mean over the sources)}}, or {} if none were measured."""
     if not groups:
         return {}
     layers = range(len(next(iter(groups[0][0]["sink"].values()))))
@@ -282,7 +282,7 @@ def by_layer(rows, key):
 
 
 def training_seconds(rows, before):
-    """Seconds of training that the rows tell: their tokens over their speed. before: tokens read before them."""
+    """Return the seconds of training in the rows, their tokens over their speed. before: tokens read before them."""
     seconds = 0.0
     for row in rows:
         seconds += (row["tokens"] - before) / row["tokens_per_second"] if row["tokens_per_second"] else 0

@@ -7,16 +7,16 @@ from moh_lm.cost.description import describe_heads
 from moh_lm.monitor.report.series import written
 from moh_lm.units import rounded, short, time_left
 
-MOST_EVENTS = 300  # rows of the table; the curves have all
+MOST_EVENTS = 300  # rows of the table; the curves show all events
 IMAGE_MODELS = {"vit": "ViT", "dit": "DiT"}
-MOST_ALIKE = 3  # events of a kind that follow one another and have a row each
+MOST_ALIKE = 3  # consecutive events of a kind that have a row each
 PARTS = {
     "data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer", "save": "saving",
 }  # fmt: skip
 
 
 def title(run):
-    """Such as "quickstart: MoH with 3.4M parameters, 500 steps"."""
+    """Return a title such as "quickstart: MoH with 3.4M parameters, 500 steps"."""
     model = run.config.model
     form = "MoH" if model.routed_layers() else "gated heads" if model.gated_layers() else "dense attention"
     of_text = isinstance(run.config, Config)
@@ -25,20 +25,20 @@ def title(run):
 
 
 def size(run):
-    """["3.4M parameters"], or [] of a run that did not record its start."""
+    """Return ["3.4M parameters"], or [] for a run that did not record its start."""
     total = run.started.get("parameters")
     number = f"{total / 1e6:.3g}M" if total and 1e6 <= total < 1e9 else short(total or 0)
     return [f"{number} parameters"] if total else []
 
 
 def summary_rows(runs):
-    """[what, then its value in each run]."""
+    """Return rows [what, then its value in each run]."""
     columns = [summary(run) for run in runs]
     return [[rows[0][0], *(value for _, value in rows)] for rows in zip(*columns, strict=True)]
 
 
 def summary(run):
-    """[(what, value)] of one run, the same for every run of a program."""
+    """Return [(what, value)] of one run, with the same entries for every run of a program."""
     config, model, started = run.config, run.config.model, run.started
     of_text = isinstance(config, Config)
     heads = " to ".join(map(str, sorted({min(model.head_counts), max(model.head_counts)})))
@@ -64,7 +64,7 @@ def summary(run):
 
 
 def losses_told(run):
-    """The mean over the sources of the first evaluation and of the last one."""
+    """Return the mean over the sources in the first evaluation and in the last one."""
     rows = [row for row in (run.first_evaluation, run.last_evaluation) if row and row["evaluation_mean"] is not None]
     found = {row["step"]: f"{row['evaluation_mean']:.4f} after step {row['step']:,}" for row in rows}
     return ", ".join(found.values()) + f" ({run.config.unit})" * bool(found)
@@ -81,7 +81,7 @@ def layout(config):
 
 
 def time_rows(run):
-    """[part of a step, its seconds, its share]: means over the run, on rank 0."""
+    """Return rows [part of a step, its seconds, its share], means over the run on rank 0."""
     means = {key: run.curves[f"seconds/{key}"][1] for key in PARTS}
     means = {key: values.mean() for key, values in means.items() if len(values)}
     whole = sum(means.values())
@@ -89,7 +89,7 @@ def time_rows(run):
 
 
 def loss_rows(evaluations):
-    """[source, then (loss, bits per byte) of each evaluation]; none without evaluations."""
+    """Return rows [source, then (loss, bits per byte) of each evaluation], none without evaluations."""
     sources = sorted({source for row in evaluations for source in row.get("evaluation", {})})
     rows = [[source, *(pair(row, source) for row in evaluations)] for source in sources]
     means = [f"{row['evaluation_mean']:.4f}" if row.get("evaluation_mean") is not None else "" for row in evaluations]
@@ -103,14 +103,14 @@ def pair(row, source):
 
 
 def differences(runs):
-    """[setting, then its value in each run] for settings that differ between runs."""
+    """Return rows [setting, then its value in each run] for settings that differ between runs."""
     settings = [run.config.to_dict() for run in runs]
     rows = [[key, *(written(values[key]) for values in settings)] for key in settings[0]]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def sample_rows(runs):
-    """(prompt, run, step, continuation at that step), sorted by prompt.
+    """Return rows (prompt, run, step, continuation at that step), sorted by prompt.
 
     runs: {name: ``RunRecord``}.
     """
@@ -119,7 +119,7 @@ def sample_rows(runs):
 
 
 def event_rows(events, most=MOST_EVENTS):
-    """The last ``most`` of [(time, step, event, its facts in words)].
+    """Return the last ``most`` rows (time, step, event, its facts in words).
 
     Consecutive skipped steps share a row, and so do other events of a kind if there are more than a few.
     """
@@ -132,21 +132,21 @@ def event_rows(events, most=MOST_EVENTS):
 
 
 def told(same):
-    """The facts of an event, or of several of a kind."""
+    """Return the facts of an event, or of several of a kind, in words."""
     what, last = "steps" if same[0]["event"] == "skipped" else "events", same[-1]
     several = f"{len(same)} {what} up to step {last['step']}; the last: " if len(same) > 1 else ""
     return several + facts_of(last)
 
 
 def facts_of(event):
-    """Such as "reason: spike"."""
+    """Return facts in words, such as "reason: spike"."""
     told = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
     facts = {key: rounded(value) for key, value in told.items() if value not in (None, "", [], {})}
     return "; ".join(f"{key}: {changed(value)}" for key, value in facts.items())
 
 
 def changed(value):
-    """A fact in words; of {setting: [before, now]} such as "learning_rate 0.001, now 0.002"."""
+    """Return a fact in words; for {setting: [before, now]} such as "learning_rate 0.001, now 0.002"."""
     if not isinstance(value, dict) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
         return written(value)
     return ", ".join(f"{name} {written(before)}, now {written(now)}" for name, (before, now) in value.items())

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a model, and the groups of ranks that DeepSpeed asks for."""
+"""Wraps a model in DeepSpeed's engine and names the groups of ranks that DeepSpeed asks for."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.training.deepspeed.config import deepspeed_config
 from moh_lm.training.muon import Muon
 
-ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # else DeepSpeed refuses it, or warns of it in every start
+ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # else DeepSpeed refuses it, or warns about it at every start
 
 
 class ModelParallelUnit:
@@ -39,7 +39,7 @@ class ModelParallelUnit:
 
 
 def wrap(model, optimizer, config, groups, micro_batches):
-    """DeepSpeed's engine for ``model``, which it shards as ``config`` says.
+    """Return DeepSpeed's engine for ``model``, sharded as ``config`` says.
 
     optimizer: a torch optimizer over parameters of ``model``. micro_batches: number of them per step and data-parallel
     rank; see ``accumulate``.
@@ -57,13 +57,13 @@ def wrap(model, optimizer, config, groups, micro_batches):
 
 
 def accumulate(engine, micro_batches):
-    """Have DeepSpeed's ``engine`` sum the gradients of so many micro-batches of each rank in the steps to come."""
+    """Make DeepSpeed's ``engine`` sum the gradients of this many micro-batches per rank in the following steps."""
     if micro_batches != engine.gradient_accumulation_steps():
         engine.set_train_batch_size(micro_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
         engine.optimizer.gradient_accumulation_steps = micro_batches
-        engine.micro_steps = 0  # which it divides by that number to find the last micro-batch of a step
+        engine.micro_steps = 0  # DeepSpeed divides it by that number to find the last micro-batch of a step
 
 
 def set_z3_leaf_modules(model, kinds):
-    """Have ZeRO-3 gather and release the weights of each module of these ``kinds`` together."""
+    """Make ZeRO-3 gather and release the weights of each module of these ``kinds`` together."""
     utils.set_z3_leaf_modules(model, kinds)

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, among them those without which it is wrong or slow.
+"""DeepSpeed's settings, including those without which it is wrong or slow.
 
 They follow from the configuration of the run, so there is no second file to keep consistent.
 """
@@ -7,7 +7,7 @@ from moh_lm.config import REDUCE_BUCKET
 
 
 def deepspeed_config(config, micro_batches, num_parameters):
-    """The dictionary for ``deepspeed.initialize``. num_parameters: parameters of this rank."""
+    """Return the dictionary for ``deepspeed.initialize``. num_parameters: parameters of this rank."""
     return {
         "train_micro_batch_size_per_gpu": config.run.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,

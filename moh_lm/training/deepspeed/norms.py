@@ -1,5 +1,5 @@
-"""The global gradient norm is checked before any weight changes. It is summed in float64; with ZeRO-3 and with offload,
-DeepSpeed's own norm is used.
+"""Checks the global gradient norm before any weight changes. The norm is summed in float64; with ZeRO-3 and with
+offload, DeepSpeed's own norm is used.
 
 DeepSpeed skips a step whose norm is not finite. It asks for the norm once, after the last backward pass. Here the norm
 passes through ``examine(norm, copies)``, which returns it, or infinity if the step is to be skipped. Copies are
@@ -40,14 +40,14 @@ def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
             optimizer.scaled_global_norm = lambda: examine(norm(), copies())
         else:
             optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
-        optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
+        optimizer.check_overflow = lambda partition_gradients: None  # the norm shows overflow too, without another pass
 
 
 class RouterClip:
     """Clips the gradients of the routers by a norm of their own, before the global clipping.
 
         r is the norm of the gradients of all routers, of all layers and ranks, o that of all other gradients
-        f = min(1, limit / r)                         what the routers' gradients are multiplied by
+        f = min(1, limit / r)                         the factor of the routers' gradients
         sqrt(o^2 + (f r)^2)                           the norm by which DeepSpeed then clips all of them
 
     AdamW multiplies by f as its step begins, after DeepSpeed has clipped: the order of two factors does not matter.
@@ -74,7 +74,7 @@ class RouterClip:
 
 
 def norms_by_kind(optimizer, zero_stage):
-    """A function that gives the norms [] of the gradients of the routers, and of all others, over all ranks."""
+    """Return a function that gives the norms [] of the routers' gradients, and of all others, over all ranks."""
     of_routers = [group["router"] for group in optimizer.optimizer.param_groups]
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         norm, groups = norm_of_whole_gradients(optimizer), zip(optimizer.fp32_groups_gradients, of_routers, strict=True)
@@ -120,7 +120,7 @@ def examine_norm_of_whole_gradients(optimizer, examine):
 
 
 def norm_of_whole_gradients(optimizer):
-    """A function in place of DeepSpeed's: the norm of gradients that every data-parallel rank holds whole.
+    """Return a replacement for DeepSpeed's norm of gradients that every data-parallel rank holds whole.
 
     The caller leaves copies out, so a pipeline stage that only has a tied head has no gradients to count.
     """
@@ -129,19 +129,19 @@ def norm_of_whole_gradients(optimizer):
 
 
 def norm_of_sharded_gradients(optimizer):
-    """The norm of gradients that are sharded over data-parallel ranks, and the copies among these gradients."""
+    """Return the norm of gradients that are sharded over data-parallel ranks, and the copies among them."""
     counted, copies = divide(optimizer, optimizer.params_in_partition)
     groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
     return norm_of(counted, groups), copies
 
 
 def copies_of(optimizer, parameter_groups, offloaded):
-    """This rank's gradients that are copies, or the norms of these gradients if they are offloaded."""
+    """Return this rank's gradients that are copies, or their norms if they are offloaded."""
     return (divide_norms if offloaded else divide)(optimizer, parameter_groups)[1]
 
 
 def divide_norms(optimizer, parameter_groups):
-    """As ``divide``, for the norms that DeepSpeed records when gradients are offloaded."""
+    """Do the same as ``divide`` for the norms that DeepSpeed records when gradients are offloaded."""
     norms = optimizer.norm_for_param_grads  # a rank with nothing but padding of a parameter has none
     found = {True: [], False: []}
     for parameter in (p for parameters in parameter_groups for p in parameters):
@@ -152,7 +152,7 @@ def divide_norms(optimizer, parameter_groups):
 
 
 def divide(optimizer, parameter_groups):
-    """This rank's gradients in two lists: those that it counts, and those of copies that another rank counts."""
+    """Return this rank's gradients in two lists: those that it counts, and copies that another rank counts."""
     counted, copies = [], []
     for index, parameters in enumerate(parameter_groups):
         parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
@@ -168,14 +168,14 @@ def without(tensors, others):
 
 
 def counts(optimizer, parameter):
-    """Whether this rank counts ``parameter``: exactly one of the ranks that hold a copy does."""
+    """Return whether this rank counts ``parameter``: exactly one of the ranks that hold a copy does."""
     if is_tied_copy(parameter):
         return False
     return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
 
 
 def norm_of(tensors, groups):
-    """L2 norm, fp32 [], over ``tensors`` of this rank and of the other ranks in ``groups``.
+    """Return the L2 norm, fp32 [], of ``tensors`` on this rank and the other ranks in ``groups``.
 
     It is computed on the rank's own device even if DeepSpeed offloads, because only there can ranks sum.
     """

@@ -31,12 +31,12 @@ class Head(ColumnParallelLinear):
 
 
 def gather(layer, x):
-    """[s/tp, b, d] -> [s, b, d], what the output head reads; layer: it, or the tied embedding."""
+    """Gather [s/tp, b, d] to [s, b, d] for the output head. layer: the head, or the tied embedding."""
     return gather_sequence(x, layer.group)
 
 
 def layer_list(config, settings, batch):
-    """[(prefix of the parameter names, LayerSpec)] of the whole model. settings: ``Settings`` of moh_lm/build.py."""
+    """Return [(prefix of parameter names, LayerSpec)]. settings: ``Settings`` of moh_lm/build.py."""
     group = settings.group
     blocks = [
         (f"model.layers.{index}.", pipe.LayerSpec(make.func, *make.args))
@@ -59,8 +59,8 @@ def layer_list(config, settings, batch):
 class PipelineCausalLM(pipe.PipelineModule):
     """This rank's pipeline stage of the model, with initialized parameters.
 
-    The last stage computes the loss inside ``forward``, where DeepSpeed sees all that takes part in it: in bf16 it
-    clears gradients when the backward pass arrives at the output, and so those of a weight that is used after it.
+    The last stage computes the loss inside ``forward``. In bf16 DeepSpeed clears gradients when the backward pass
+    arrives at the output, so the gradient of a weight that is used after the output would be lost.
     ``loss_fn(mean, labels)`` gets the mean; ``losses`` [s, b] are those of the last micro-batch.
     """
 
@@ -107,7 +107,7 @@ class PipelineCausalLM(pipe.PipelineModule):
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def canonical_parameters(self):
-        """(name, parameter) of this stage, with the names of ``CausalLM``."""
+        """Yield (name, parameter) of this stage, with the names of ``CausalLM``."""
         seen = set()
         for (prefix, spec), function in zip(
             self.layers[self._local_start : self._local_stop], self.forward_funcs, strict=True
@@ -119,6 +119,6 @@ class PipelineCausalLM(pipe.PipelineModule):
                     yield prefix + name, parameter
 
     def tied_parameters(self):
-        """(name, parameter, group of the stages that hold it) of the tied embedding, if this stage has it."""
+        """Yield (name, parameter, group of the stages that hold it) for the tied embedding, if this stage has it."""
         for tied in self.tied_comms.values():
             yield "model.embed_tokens.weight", tied["module"].weight, tied["group"]

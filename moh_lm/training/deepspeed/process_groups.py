@@ -6,10 +6,10 @@ from torch.distributed import distributed_c10d
 
 
 def set_timeout(group, seconds):
-    """Have the collectives of ``group`` fail after so many ``seconds``."""
+    """Make the collectives of ``group`` fail after ``seconds``."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def open_groups():
-    """Every process group of this process that is open now."""
+    """Return every process group that is open in this process."""
     return list(distributed_c10d._world.pg_map)

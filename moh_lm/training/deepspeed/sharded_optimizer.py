@@ -31,8 +31,8 @@ class ShardedOptimizer:
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
         self.ema_decay = ema_decay
-        self.rested = 0  # of the steps taken, those in which the routers rested
-        self.frozen = 0  # those up to the last one in which all other weights were frozen
+        self.rested = 0  # number of steps in which the routers rested
+        self.frozen = 0  # number of steps until the last one in which all other weights were frozen
         if not self.whole_parameters:
             self.clear_padding()
         for number, master in enumerate(self.masters()):
@@ -57,19 +57,19 @@ class ShardedOptimizer:
         self.optimizer.optimizer.distribute(matrices, groups, device, dtype)
 
     def masters(self):
-        """The flat fp32 tensors that the optimizer steps."""
+        """Return the flat fp32 tensors that the optimizer updates."""
         if not self.whole_parameters:
             return self.optimizer.fp32_partitioned_groups_flat
         return [master for group in self.optimizer.param_groups for master in group["params"]]
 
     def group(self, number):
-        """The parameter group of a flat tensor."""
+        """Return the parameter group of a flat tensor."""
         index = number if self.whole_parameters else self.optimizer.sub_group_to_group_id[number]
         return self.optimizer.param_groups[index]
 
     def clear_padding(self):
-        """Set to 0 the padding that ZeRO-3 adds to a parameter that its ranks do not divide evenly; it is uninitialised
-        memory."""
+        """Set to 0 the padding that ZeRO-3 adds to parameters that its ranks do not divide evenly. ZeRO-3 leaves it
+        uninitialised."""
         for parameter in chain(*self.optimizer.fp16_groups):
             number, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             _, owned = slice_range(parameter, self.rank)
@@ -82,7 +82,7 @@ class ShardedOptimizer:
             group["lr"] = (router_rate if group["router"] else rate) * group["rate"]
 
     def place(self, parameter):
-        """The ``Place`` of the part of a parameter that this rank owns, or None."""
+        """Return the ``Place`` of the part of a parameter that this rank owns, or None."""
         if self.whole_parameters:
             mapping = parameter._hp_mapping
             if mapping is None:
@@ -94,7 +94,7 @@ class ShardedOptimizer:
         return Place(number, offset, start, length) if length > 0 else None
 
     def fragment(self, parameter):
-        """(start, tensors) of the part of a parameter that this rank owns, or None; see ``Fragment``."""
+        """Return (start, tensors) of the part of a parameter that this rank owns, or None; see ``Fragment``."""
         place = self.place(parameter)
         if place is None:
             return None
@@ -106,7 +106,7 @@ class ShardedOptimizer:
 
     @property
     def steps(self):
-        """Steps that the optimizer has taken; skipped ones do not count."""
+        """Return the number of steps that the optimizer has taken; skipped ones do not count."""
         return max(int(count) + self.uncounted(is_router) for count, is_router in self.counts())
 
     @torch.no_grad()
@@ -130,11 +130,11 @@ class ShardedOptimizer:
                 count -= 1
 
     def uncounted(self, is_router):
-        """The number of steps that the moments of the routers, or of other weights, have not seen."""
+        """Return the number of steps that the moments of the routers, or of other weights, have not seen."""
         return self.rested if is_router else self.frozen
 
     def counts(self):
-        """For each flat tensor, the steps that Adam's bias correction counts, and whether it belongs to routers."""
+        """Yield for each flat tensor the steps that Adam's bias correction counts, and whether it is of routers."""
         for number, master in enumerate(self.masters()):
             yield self.optimizer.optimizer.state[master]["step"], self.group(number)["router"]
 
@@ -146,7 +146,7 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def averaged(self):
-        """A context in which the weights of the model are the average, if there is one; all ranks together."""
+        """Context in which the weights of the model are the average, if there is one. All ranks enter it together."""
         self.exchange_average()
         yield
         self.exchange_average()
@@ -164,8 +164,8 @@ class ShardedOptimizer:
     def drop_gradients(self):
         """Forget the gradients of a step that was skipped.
 
-        DeepSpeed does so except for bf16 gradients that ZeRO-1 or 2 sums in fp32 and offloads. The next step would be
-        added to them.
+        DeepSpeed does so except for bf16 gradients that ZeRO-1 or 2 sums in fp32 and offloads. Those of the next step
+        would be added to them.
         """
         if self.whole_parameters and getattr(self.optimizer, "cpu_offload", False):
             gradients = self.optimizer.averaged_gradients
@@ -173,11 +173,11 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def refresh_weights(self):
-        """Make the weights of the model follow their masters; all ranks together."""
+        """Copy the masters into the weights of the model. All ranks call it together."""
         if self.whole_parameters:
             self.optimizer.update_lp_params()
             return
-        kept_whole = self.optimizer.persistent_parameters  # small ones, of which every rank may have a copy
+        kept_whole = self.optimizer.persistent_parameters  # small parameters of which every rank may have a copy
         if kept_whole:
             kept_whole[0].partition(kept_whole)
         for number, master in enumerate(self.masters()):

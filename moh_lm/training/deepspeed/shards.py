@@ -1,15 +1,15 @@
-"""What DeepSpeed records on parameters: the slices of ZeRO-3, and which weights another pipeline stage also has."""
+"""Reads what DeepSpeed records on parameters: slices of ZeRO-3, and weights that another pipeline stage also has."""
 
 
 def local_slice(parameter):
-    """This rank's slice of ``parameter`` under ZeRO-3, flat and padded; None if the parameter is not sharded."""
+    """Return this rank's slice of ``parameter`` under ZeRO-3, flat and padded, or None if it is not sharded."""
     return parameter.ds_tensor.detach() if hasattr(parameter, "ds_tensor") else None
 
 
 def slice_range(parameter, rank):
-    """(first element, number of elements) of the flattened ``parameter`` in the slice of the data-parallel ``rank``.
+    """Return the first element and the number of elements of the flattened ``parameter`` in the slice of ``rank``.
 
-    The rest of the slice is padding.
+    The rest of the slice is padding. rank: rank in the data-parallel group.
     """
     size = parameter.partition_numel()
     start = rank * size
@@ -17,5 +17,5 @@ def slice_range(parameter, rank):
 
 
 def is_tied_copy(parameter):
-    """Whether another pipeline stage holds the same weight and is the one that counts it."""
+    """Return whether another pipeline stage holds the same weight and is the one that counts it."""
     return getattr(parameter, "ds_pipe_replicated", False)

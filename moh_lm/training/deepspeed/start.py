@@ -1,4 +1,4 @@
-"""DeepSpeed at the start of a process: which devices it sees, what it prints and which groups it opens."""
+"""Sets up DeepSpeed in a process: the devices it sees, what it prints and the groups it opens."""
 
 from datetime import timedelta
 
@@ -8,16 +8,16 @@ from deepspeed.accelerator import get_accelerator
 
 
 def quiet():
-    """Have DeepSpeed build none of its own ops.
+    """Keep DeepSpeed from building its own ops, none of which training uses.
 
     It would ask a compiler which of them can be built. The op that it builds by itself on a CPU takes a minute, and
-    shared memory that is never removed. Training uses none of them.
+    shared memory that is never removed.
     """
     deepspeed.ops.__compatible_ops__ = {}
 
 
 def visible_gpus():
-    """Number of GPUs that DeepSpeed sees; None where it computes on CPUs."""
+    """Return the number of GPUs that DeepSpeed sees, or None where it computes on CPUs."""
     accelerator = get_accelerator()
     return accelerator.device_count() if accelerator.device_name() == "cuda" else None
 

@@ -97,7 +97,7 @@ def test_of_shards_the_windows_are_evenly_spaced_over_the_tokens(tools, tokenize
 def test_what_cannot_be_read_is_said(tools, tokenizer, corpus, data_dir):
     (corpus / "short.txt").write_text("few words")
     for entry, words in [
-        ("data.jsonl", "is no directory of shards; give one, or NAME=FILES"),
+        ("data.jsonl", "is not a directory of shards; give one, or NAME=FILES"),
         (f"x={corpus}/*.none", "matches no file"),
         (f"\udcff={corpus}/a.jsonl", "its name is not UTF-8"),
         (f"x={corpus}/short.txt", "give at least 32"),

@@ -120,7 +120,7 @@ def test_the_tokenizer_of_a_gguf_file_gives_the_same_ids(imported, tmp_path):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"architecture": "qwen2"}, "has the architecture 'qwen2'; of GGUF files only 'llama' can be read"),
+        ({"architecture": "qwen2"}, "has the architecture 'qwen2'; only 'llama' can be read from GGUF files"),
         ({"more": ["rope_freqs.weight"]}, "rope_freqs.weight would be left out; import the model in Hugging Face form"),
         ({"more": ["blk.0.attn_q.bias"]}, "blk.0.attn_q.bias would be left out"),
         ({"absent": ["blk.1.attn_norm.weight"]}, "blk.1.attn_norm.weight is missing; fetch the file again"),
@@ -184,11 +184,12 @@ def test_a_type_of_weights_that_cannot_be_read_is_named(tool, small, tmp_path, m
     write_gguf(tmp_path / "small.gguf", small)
     monkeypatch.setattr(gguf, "dequantize", dequantize)
     code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
-    assert code == 2 and "has weights of the type F16, which cannot be read; take a Q8_0" in errors
+    assert code == 2 and "has weights of the type F16, which cannot be read; use a Q8_0" in errors
 
 
-def test_the_missing_package_is_named(tool, small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_the_missing_package_is_named(package, tool, small, tmp_path, monkeypatch):
     write_gguf(tmp_path / "small.gguf", small)
-    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, package, None)
     code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
-    assert code == 2 and "is read with the package gguf: pip install -e '.[real]'" in errors
+    assert code == 2 and f"is read with the package {package}: pip install -e '.[real]'" in errors

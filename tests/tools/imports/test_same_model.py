@@ -176,7 +176,7 @@ def test_heads_that_importance_does_not_know_are_refused(tool, tmp_path, changes
     make_model(head_selection="all", **changes).save_pretrained(tmp_path / "hf")
     flags = ("--head-selection", "mixture", "--select-shared", "importance", "--sample-text", tmp_path / "no")
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run", *flags)
-    assert code == 2 and "--select-shared importance: needs as many heads in every layer, of one width" in errors
+    assert code == 2 and "--select-shared importance: needs equally many heads in every layer, of one width" in errors
 
 
 @pytest.mark.parametrize("dtype, rope", [("float32", LLAMA3), ("bfloat16", BASE_ONLY)])

@@ -101,7 +101,7 @@ def test_a_sample_of_text_is_read_with_the_models_tokenizer(imported, tool, tmp_
     (tmp_path / "text").write_text("the cat sat and a dog " * 40)
     sample = ("--select-shared", "importance", "--sample-text", str(tmp_path / "text"), "--sample-tokens", "64")
     assert importance_of(imported(tmp_path / "hf", *MIXTURE, *sample))[1]["tokens"] == 64
-    for more, named in (((), "all heads are on"), ((*MIXTURE, "--sample-data", "x"), "measure on by one of them")):
+    for more, named in (((), "all heads are on"), ((*MIXTURE, "--sample-data", "x"), "measure on with only one")):
         code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *sample, *more)
         assert code == 2 and named in errors
 
@@ -111,7 +111,7 @@ def test_important_heads_are_shared_by_default_if_text_can_be_read(imported, too
     size = HuggingFaceModel(tokenizer).vocab_size()
     make_llama(tmp_path / "hf", vocab_size=size)
     shown = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *MIXTURE, "--dry-run")
-    assert "shared     the first heads: the model has no tokenizer; give shards by" in tool(*shown)[1]
+    assert "shared     the first heads: the model has no tokenizer; give shards with" in tool(*shown)[1]
     for file in tokenizer.iterdir():
         shutil.copy(file, tmp_path / "hf")
     output = tool(*shown)[1]

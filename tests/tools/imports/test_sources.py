@@ -38,7 +38,7 @@ def test_every_spelling_of_the_rotary_embedding_is_read(imported, llama, tmp_pat
     "changes, named",
     [
         ({"model_type": "qwen2"}, "model_type 'qwen2': only llama, mistral, moh_llama"),
-        ({"model_type": "mistral", "architectures": None}, "sliding_window is missing: transformers takes 4096"),
+        ({"model_type": "mistral", "architectures": None}, "sliding_window is missing: transformers assumes 4096"),
         ({"model_type": "mistral", "sliding_window": 1}, "architectures ['LlamaForCausalLM']: must be ['MistralFor"),
         ({"model_type": "mistral", "architectures": None, "sliding_window": 1}, "--window 1: must be 0, for the whole"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures ['LlamaForSequenceClassification']"),

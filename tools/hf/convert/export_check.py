@@ -1,12 +1,12 @@
-"""The check of an export before it is published: the same logits as the checkpoint's, from the files as written.
+"""Checks an export before it is published: the written files must give the same logits as the checkpoint.
 
 Three models compute the logits of the same random tokens in fp32 (docs/huggingface.md). The trainer's models hold the
 embedding, the output head and one decoder layer at a time; transformers holds the export as it is, and one layer of it
-in fp32. It works in a process of its own,
+in fp32. It runs in a separate process,
 
     python tools/hf/convert/export_check.py EXPORT SCRATCH [TOKENIZER]
 
-since a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
+because a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
 ``TEXTS``.
 """
@@ -42,8 +42,8 @@ try:
 except ImportError:  # an export can be made without it
     transformers = None
 
-TOLERANCE = 1e-5  # relative to the largest logit where that is above 1
-TEXTS = (  # without runs of a character, which a unigram model may split in two ways of equal score
+TOLERANCE = 1e-5  # relative to the largest logit if that is above 1
+TEXTS = (  # without repeated characters, which a unigram model may split in two ways with equal scores
     "The quick brown fox jumps over the lazy dog.",
     "def f(x):\n\treturn x ** 2 # 1234567890\n",
     " two  spaces ",
@@ -55,7 +55,7 @@ TEXTS = (  # without runs of a character, which a unigram model may split in two
 def check_export(step, config, directory, tokenizer, stock=None):
     """Compare the logits of the export in ``directory`` with those of the checkpoint ``step``.
 
-    tokenizer: path of the one whose ids the export's must give, or None. stock: see stock_classes.py, or None.
+    tokenizer: path of the tokenizer whose ids the export's must give, or None. stock: see stock_classes.py, or None.
     Returns lines that say how they differ. Raises ExportError if they differ by more than ``TOLERANCE``.
     """
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def check_export(step, config, directory, tokenizer, stock=None):
         return stock.original(name, lambda name: read(name).float()) if stock else read(name)
 
     if stock and dtype != torch.float32:
-        exact = written  # what was rounded in another form is another number
+        exact = written  # rounding in another form gives other numbers
     described = config.model if stock else model_config(values)
     expected = trainer_logits(in_fp32(config.model), exact, tokens)
     logits = trainer_logits(in_fp32(described), written, tokens)
@@ -87,14 +87,14 @@ def check_export(step, config, directory, tokenizer, stock=None):
 
 
 def in_fp32(model):
-    """``model`` with its scores ranked in fp32, because in bf16 the last bit of a query may select a different head."""
+    """Return ``model`` with scores ranked in fp32, because in bf16 the last bit of a query may select another head."""
     return replace(model, heads=replace(model.heads, routing_dtype="fp32"))
 
 
 def compare(what, expected, logits):
     difference = np.abs(expected - logits).max().item()
     allowed = TOLERANCE * max(1.0, np.abs(expected).max().item())
-    if not difference <= allowed:  # also if it is not a number
+    if not difference <= allowed:  # true for NaN too
         raise ExportError(
             f"{what} differs from the checkpoint by {difference:.1e} in its logits; allowed is {allowed:.1e}"
         )
@@ -124,7 +124,7 @@ def trainer_logits(config, read, tokens):
 
 
 def fill(module, inputs=None, *, prefix, read):
-    """Give the tensors of a module on the meta device their values."""
+    """Fill the tensors of a module on the meta device with their values."""
     module.to_empty(device="cpu")
     for name, tensor in saved_tensors(module):
         tensor.copy_(read(prefix + name))
@@ -135,7 +135,7 @@ def empty(module, inputs, output):
 
 
 def hugging_face_logits(directory, tokens, tokenizer):
-    """The same logits from transformers, in a separate process without network; raises ExportError with its last
+    """Return the same logits from transformers, in a separate process without network. Raises ExportError with its last
     line."""
     with tempfile.TemporaryDirectory() as scratch:
         np.save(f"{scratch}/tokens.npy", tokens.numpy())

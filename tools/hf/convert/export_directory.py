@@ -1,7 +1,7 @@
-"""The directory of an export: which files may be replaced, and where a new export is written before it takes its place.
+"""The directory of an export: the files that may be replaced, and the place where a new export is written first.
 
-``LIST`` in an export names its other files with their hashes. Only files of that list, as they were written, are ever
-removed: files that someone added or changed there, such as a model fine-tuned in place, stay and are named.
+``LIST`` in an export names its other files with their hashes. Only unchanged files of that list are ever removed: files
+that someone added or changed there, such as a model fine-tuned in place, stay and are named.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from moh_lm.data.files import read_json, sha256_of, write_json
 
 LIST = "moh_export.json"
 NAMED = 3  # entries that a message names
-HELD = b"held\n"  # in the lock of a workplace, once its process holds it
+HELD = b"held\n"  # content of a workplace's lock, once its process holds it
 
 
 def output_problems(output, overwrite):
@@ -25,13 +25,13 @@ def output_problems(output, overwrite):
         if not output.exists() or not any(output.iterdir()):
             return []
         if not (output / LIST).is_file():
-            return [f"--output {output}: is not empty and no export; give another directory"]
+            return [f"--output {output}: is not empty and not an export; give another directory"]
         if not overwrite:
             return [f"--output {output}: has an export already; add --overwrite, or give another directory"]
         written = read_json(output / LIST)["files"]
         others = sorted({Path(name).parts[0] for name in files_of(output) if not is_as_written(output, name, written)})
     except OSError as error:
-        return [f"--output {output}: is no readable directory ({error.strerror}); give another one"]
+        return [f"--output {output}: is not a readable directory ({error.strerror}); give another one"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return [f"--output {output}: {LIST} cannot be read ({error}); give another directory"]
     if not others:
@@ -62,10 +62,10 @@ def write_list(directory):
 def workplace(parent, purpose="export"):
     """A new directory in ``parent`` for writing an export; it is removed at the end unless it was published.
 
-    What a kill has left of earlier ones is removed as well: nobody holds its lock, whatever numbers processes have.
-    purpose: begins the directory's name, so that each program removes its own leftovers only.
+    Leftovers of killed processes are removed as well: nobody holds their lock, whatever numbers processes have.
+    purpose: begins the directory's name, so that each program removes only its own leftovers.
     """
-    prefix = f"{purpose}-tmp-"  # no dots: transformers makes a module name of it
+    prefix = f"{purpose}-tmp-"  # no dots, because transformers makes a module name of it
     for left in parent.glob(f"{prefix}*"):
         with suppress(OSError), open(left / "lock", "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The weights of a model in several safetensors files: which parameter is in which, and reading them again."""
+"""The weights of a model in several safetensors files: the file of each parameter, and reading them again."""
 
 from pathlib import PurePath
 
@@ -35,10 +35,10 @@ def plan_shards(sizes, most):
 
 
 def weight_files(directory):
-    """Tensor -> the open safetensors file in ``directory`` that holds it.
+    """Return {tensor: the open safetensors file in ``directory`` that holds it}.
 
-    An index alone says which file that is. Raises ConfigError for a damaged file, a tensor that is absent, or one that
-    another file has too: a copy that an earlier model has left would pass for it.
+    Only an index says which file that is. Raises ConfigError for a damaged file, an absent tensor, or one that several
+    files have: a copy left by an earlier model could be mistaken for it.
     """
     single, index = directory / SINGLE, directory / INDEX
     listed = read_index(index) if index.exists() else None

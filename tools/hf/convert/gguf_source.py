@@ -1,8 +1,8 @@
-"""A Llama in a GGUF file, in Hugging Face form for as long as it is imported.
+"""Converts a Llama in a GGUF file to Hugging Face form for the time of its import.
 
-The weights, the configuration and the tokenizer are what transformers' own reader makes of the file, in fp32. That
-reader draws at random what the file lacks and passes over what it does not know, such as biases or the scaling of the
-rotary embedding. Therefore everything in the file is checked first, and what would be lost is refused by name.
+transformers' own reader gives the weights, the configuration and the tokenizer, in fp32. That reader draws missing
+tensors at random and ignores what it does not know, such as biases or the scaling of the rotary embedding. Therefore
+everything in the file is checked first, and whatever would be lost is refused by name.
 """
 
 import json
@@ -26,7 +26,7 @@ OTHERWISE = "import the model in Hugging Face form instead"
 
 @contextmanager
 def hugging_face_form(model, output):
-    """``model`` itself, or if it is a GGUF file a temporary directory beside ``output`` with its config and tokenizer.
+    """Provide ``model`` or, for a GGUF file, a temporary directory beside ``output`` with its config and tokenizer.
 
     ``add_weights`` completes it, once all flags have been checked. Raises ConfigError for a file that transformers
     cannot read, or would not read in full.
@@ -45,9 +45,10 @@ def hugging_face_form(model, output):
 def check(path):
     """Raise ConfigError unless transformers can read everything in the GGUF file ``path``."""
     try:
+        import accelerate  # noqa: F401 - transformers needs it for the weights
         import gguf
     except ImportError as error:
-        needs = "a GGUF file is read with the package gguf: pip install -e '.[real]'"
+        needs = f"a GGUF file is read with the package {error.name}: pip install -e '.[real]'"
         raise ConfigError([f"--model {path}: {needs}"]) from error
     try:
         reader = gguf.GGUFReader(path)
@@ -57,7 +58,7 @@ def check(path):
         raise ConfigError([f"--model {path}: {reason}"]) from error
     kind = fields.get("general.architecture")
     if kind != "llama":
-        raise ConfigError([f"--model {path}: has the architecture {kind!r}; of GGUF files only 'llama' can be read"])
+        raise ConfigError([f"--model {path}: has the architecture {kind!r}; only 'llama' can be read from GGUF files"])
     if (parts := fields.get("split.count", 1)) > 1:
         raise ConfigError([f"--model {path}: is one of {parts} parts; join them first: llama-gguf-split --merge"])
     problems = [
@@ -76,7 +77,7 @@ def check(path):
         try:
             gguf.dequantize(data[:1], kind)
         except NotImplementedError:
-            problems.append(f"has weights of the type {kind.name}, which cannot be read; take a Q8_0 or F16 file")
+            problems.append(f"has weights of the type {kind.name}, which cannot be read; use a Q8_0 or F16 file")
     raise_any([f"--model {path}: {problem}" for problem in problems])
 
 
@@ -96,7 +97,7 @@ def add_weights(model, directory):
     from transformers import LlamaForCausalLM, logging, modeling_gguf_pytorch_utils
 
     logging.disable_progress_bar()
-    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # its bar, for which it has no setting
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # its progress bar cannot be turned off
     llama = LlamaForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
     weights = llama.state_dict()
     if llama.config.tie_word_embeddings:
@@ -105,9 +106,9 @@ def add_weights(model, directory):
 
 
 def write_tokenizer(path, directory):
-    """Write the tokenizer of the GGUF file ``path`` beside its model; a line says what transformers cannot read.
+    """Write the tokenizer of the GGUF file ``path`` beside its model, and print what transformers cannot read.
 
-    Its configuration has the chat template, and names what ends a document where that is not what ends a chat's turn.
+    Its configuration has the chat template, and names the end of a document if a chat's turn ends otherwise.
     """
     import transformers
 
@@ -123,7 +124,7 @@ def write_tokenizer(path, directory):
 
 
 def drop_foreign_tokens(directory):
-    """Drop the special tokens that the file has not, which converters of transformers add after all pieces."""
+    """Drop special tokens that are not in the file but that converters of transformers add after all pieces."""
     path = directory / "tokenizer.json"
     values = read_json(path)
     size = read_json(directory / "config.json")["vocab_size"]

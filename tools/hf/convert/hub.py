@@ -14,20 +14,20 @@ except ImportError:  # it comes with transformers
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 OF_EXPORTS = ["*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.py"]  # files that differ among exports
-FILES = [  # of a model that is imported
+FILES = [  # files of a model that is imported
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "original/tokenizer.model",
 ]  # fmt: skip
 
 
 class UploadError(Exception):
-    """An export that is in its directory, but not on the hub."""
+    """The export is in its directory, but not on the hub."""
 
 
 def model_directory(model: Path) -> Path:
-    """The directory ``model`` itself, or if it is OWNER/NAME on the hub, the directory of the downloaded files. Raises
+    """Return the directory ``model`` or, for OWNER/NAME on the hub, the directory of the downloaded files. Raises
     ConfigError.
 
-    OWNER/NAME is on the hub if OWNER is no directory here, and hf://OWNER/NAME always is.
+    OWNER/NAME means the hub if OWNER is not a local directory; hf://OWNER/NAME always does.
     """
     meant = str(model).startswith("hf:")
     name = str(model).removeprefix("hf:").strip("/")  # a path has joined slashes
@@ -43,12 +43,12 @@ def model_directory(model: Path) -> Path:
     if model.parent.exists() and not meant:
         raise ConfigError([f"{given}, but there is a directory {model.parent}; hf://{name} is the model of the hub"])
     if HfApi is None:
-        raise ConfigError([f"{given}; to have it from the hub: pip install huggingface_hub, and {by_hand}"])
+        raise ConfigError([f"{given}; to download it from the hub: pip install huggingface_hub, and {by_hand}"])
     print(f"downloading {name} from the Hugging Face hub", flush=True)
     try:
         return Path(HfApi().snapshot_download(name, allow_patterns=FILES))
-    except Exception as error:  # of the client of the hub, or its HTTP library
-        raise ConfigError([f"{given}, and the hub does not give it ({words(error)}); try {by_hand}"]) from error
+    except Exception as error:  # from the client of the hub, or its HTTP library
+        raise ConfigError([f"{given}, and the hub does not provide it ({words(error)}); try {by_hand}"]) from error
 
 
 def check_login(name):
@@ -60,19 +60,19 @@ def check_login(name):
         raise ConfigError([f"{given}: the package huggingface_hub is not installed: pip install huggingface_hub"])
     try:
         HfApi().whoami()
-    except Exception as error:  # of the client of the hub, or its HTTP library
-        raise ConfigError([f"{given}: the hub does not know you ({words(error)}); try hf auth login"]) from error
+    except Exception as error:  # from the client of the hub, or its HTTP library
+        raise ConfigError([f"{given}: you are not logged in to the hub ({words(error)}); try hf auth login"]) from error
 
 
 def push(directory, name):
     """Publish the files of ``directory`` in the repository ``name``, which is created if needed; returns its address.
 
-    Files of an earlier export go: with other shards its weights would be loaded instead of these.
+    Files of an earlier export are removed: if its shards differed, its weights would be loaded instead of these.
     """
     try:
         address = HfApi().create_repo(name, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=str(directory), delete_patterns=OF_EXPORTS)
-    except Exception as error:  # of the client of the hub, or its HTTP library
+    except Exception as error:  # from the client of the hub, or its HTTP library
         again = f"hf upload {name} {directory} . " + " ".join(f"--delete '{pattern}'" for pattern in OF_EXPORTS)
         raise UploadError(f"{directory} is complete, but not on the hub ({words(error)}); try {again}") from error
     return address

@@ -1,8 +1,8 @@
 """Converts the Hugging Face tokenizer with which a model was trained to the files of its export, with equal ids.
 
-See tokenizer_json.py: nothing is added to a text, special tokens that are spelled out in it stay text, and EOS, which
-ends documents of the data, is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a
-special token whose name says that it has no other use; else there is none.
+As in tokenizer_json.py, nothing is added to a text, special tokens that are spelled out in it stay text, and EOS, which
+ends documents of the data, is declared as BOS too. The padding token is the tokenizer's own, or the piece for unknown
+text, or a special token whose name says that it has no other use; otherwise there is none.
 """
 
 import re
@@ -25,9 +25,9 @@ def write_tokenizer(step, directory, max_length):
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
     tokens["bos"] = tokens["eos"]
     tokens = {name: token for name, token in tokens.items() if model.tokenizer.token_to_id(token) is not None}
-    if tokens.get("pad") == tokens["eos"]:  # collators leave padding out of the loss, and EOS has to stay in it
+    if tokens.get("pad") == tokens["eos"]:  # collators exclude padding from the loss, and EOS must stay in it
         del tokens["pad"]
-    added = tokenizer.get("added_tokens", [])  # letters too: those that are not special
+    added = tokenizer.get("added_tokens", [])  # some are ordinary letters, not special
     others = [token["content"] for token in added if token.get("special") and token["content"] != tokens["eos"]]
     unused = [token for token in others if re.search("pad|unk|reserved|unused", token, re.IGNORECASE)]
     spare = [token for token in (tokens.get("unk"), *unused) if token not in (None, tokens["eos"])]

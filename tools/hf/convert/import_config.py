@@ -1,11 +1,11 @@
 """config.json of a Llama or Mistral, in every spelling of transformers 4 and 5, as a ``ModelConfig``.
 
-Read are ``LlamaForCausalLM`` (model_type llama), ``MistralForCausalLM`` (mistral), which is a Llama with a sliding
-window, and the exports of this project (moh_llama). The rotary embedding
-stands in ``rope_parameters`` (transformers 5), or in ``rope_theta`` and ``rope_scaling`` with ``rope_type`` or ``type``
-(transformers 4): a file may have both, and they must agree. No constant of it is assumed that the file does not give,
-since a wrong one trains on silently. Whatever would make another function of the weights is refused by name: biases,
-other activations, windows of a Llama, other scalings of the rotary embedding, quantized weights, remote code.
+It reads ``LlamaForCausalLM`` (model_type llama), ``MistralForCausalLM`` (mistral), which is a Llama with a sliding
+window, and the exports of this project (moh_llama). The rotary embedding is described by ``rope_parameters``
+(transformers 5), or by ``rope_theta`` and ``rope_scaling`` with ``rope_type`` or ``type`` (transformers 4). A file may
+have both, and they must agree. Constants that the file does not give are not assumed, since training with a wrong one
+shows no error. Settings that would change the model's function are refused by name: biases, other activations, windows
+of a Llama, other scalings of the rotary embedding, quantized weights, remote code.
 """
 
 import shlex
@@ -18,18 +18,18 @@ from moh_lm.config.model import OF_LAYERS
 from moh_lm.parsing import read_json
 from tools.hf.convert import keys
 
-ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers of a mistral whose file is silent
+ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers if a mistral's file has none
 USUAL = {**keys.FIXED, "partial_rotary_factor": 1.0}  # or absent
-FOREIGN = (  # of relatives of Llama, or of variants of its code
+FOREIGN = (  # keys of relatives of Llama, or of variants of its code
     "quantization_config", "num_experts", "num_local_experts", "clip_qkv", "qk_layernorm",
     "use_qk_norm", "logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier",
     "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping",
 )  # fmt: skip
 FIELDS = {entry.name: entry.type for section in (ModelConfig, HeadsConfig) for entry in fields(section)}
 FIELDS |= dict.fromkeys(OF_LAYERS, int)  # one number in the file
-TYPES = {entry.key: FIELDS[entry.field] for entry in keys.MODEL}  # of values, null aside
+TYPES = {entry.key: FIELDS[entry.field] for entry in keys.MODEL}  # types of values other than null
 TYPES |= {"max_position_embeddings": int, "sliding_window": int, "layer_types": tuple[str, ...]}
-OUR_TYPES = {entry.key: FIELDS[entry.field] for entry in (*keys.OURS, *keys.HEADS)}  # of values, null included
+OUR_TYPES = {entry.key: FIELDS[entry.field] for entry in (*keys.OURS, *keys.HEADS)}  # types of values including null
 OUR_TYPES |= {"layer_heads": tuple[int, ...], "layer_windows": tuple[int, ...]}
 
 
@@ -72,16 +72,16 @@ def refuse_run(flag, directory):
 
 
 def model_config(values, heads=None, code_is_known=False):
-    """The ModelConfig that config.json's ``values`` describe. heads: a HeadsConfig instead of that of the file.
+    """Return the ModelConfig described by config.json's ``values``. heads: a HeadsConfig instead of the file's.
 
-    A Llama has none of its own: all heads, if ``heads`` is None. code_is_known: ``heads`` says what the model's own
-    code computes, which is never run. Raises ConfigError with all that cannot be read.
+    A Llama has none; it uses all heads if ``heads`` is None. code_is_known: ``heads`` describes what the model's own
+    code computes, which is never run. Raises ConfigError with everything that cannot be read.
     """
     problems = foreign(values, code_is_known)
     needed = [entry.key for entry in keys.MODEL if entry.absent is keys.REQUIRED]
     problems += [f"{key} is missing" for key in needed if values.get(key) is None]
     problems += [
-        f"{key} is missing: transformers takes {value} for a mistral; write it into the file"
+        f"{key} is missing: transformers assumes {value} for a mistral; write it into the file"
         for key, value in ASSUMED.items()
         if values.get("model_type") == "mistral" and key not in values
     ]
@@ -91,7 +91,7 @@ def model_config(values, heads=None, code_is_known=False):
     except ConfigError as error:
         problems += error.problems
     except (TypeError, AttributeError) as error:
-        problems.append(f"rope_parameters or rope_scaling: of the wrong kind ({error})")
+        problems.append(f"rope_parameters or rope_scaling: invalid ({error})")
     raise_any([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
@@ -103,7 +103,7 @@ def model_config(values, heads=None, code_is_known=False):
         )
         problems = model_problems(model)
     except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); fix it"]) from error
+        raise ConfigError([f"config.json: a key is missing or invalid ({error}); fix it"]) from error
     raise_any(problems)
     return model
 
@@ -112,7 +112,7 @@ def own_heads(values):
     """The HeadsConfig of the file: that of an export, or all heads."""
     if values["model_type"] != "moh_llama":
         return HeadsConfig(head_selection="all")
-    given = {"routing": "paper"}  # to configuration_moh.py too, in a file without it
+    given = {"routing": "paper"}  # the default of configuration_moh.py
     given |= {entry.field: values[entry.key] for entry in keys.HEADS if entry.key in values}
     if values.get("head_selection") == "all":  # every head counts as shared there
         given = {"head_selection": "all"}
@@ -136,7 +136,7 @@ def foreign(values, code_is_known=False):
     if kind != "moh_llama" and values.get("auto_map") and not code_is_known:
         found.append(
             "auto_map: the model has code of its own, which is not run; say what it computes, by --released "
-            "moh-llama3-8b, or by --head-selection and what goes with it"
+            "moh-llama3-8b, or by --head-selection and its other flags"
         )
     found += [
         f"{key} {values[key]!r}: can only be {usual!r}"
@@ -164,7 +164,7 @@ def rope_fields(values):
     rope = {**old, **new}
     if not rope:
         raise ConfigError([
-            "neither rope_parameters nor rope_theta: where they are absent transformers takes a base of 10000; "
+            "neither rope_parameters nor rope_theta: without them transformers assumes a base of 10000; "
             'write "rope_theta": 10000.0 into the file if that is right'
         ])
     if rope != {**new, **old}:
@@ -189,8 +189,8 @@ def rope_fields(values):
 
 
 def normal_rope(rope):
-    """A rope dictionary without entries that have no effect (None, a rotary embedding of all features), and with
-    ``type`` as rope_type."""
+    """Return a rope dictionary without entries that have no effect (None, a rotary embedding of all features), and with
+    ``type`` renamed to rope_type."""
     kept = {key: value for key, value in rope.items() if value is not None}
     if kept.get("partial_rotary_factor") == 1:
         del kept["partial_rotary_factor"]

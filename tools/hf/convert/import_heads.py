@@ -1,4 +1,4 @@
-"""Which heads an imported model gets: those of its source, of the flags, or that a sample of text shows to matter."""
+"""Chooses the heads of an imported model: those of its source, of the flags, or those that matter on sample text."""
 
 from dataclasses import fields, replace
 
@@ -22,7 +22,7 @@ def wanted_heads(arguments, values):
         if texts is not None:
             try:
                 value = read_value(entry, texts)
-                if entry.name != "routing_dtype" and given.get(entry.name, value) != value:  # which one may choose
+                if entry.name != "routing_dtype" and given.get(entry.name, value) != value:  # the dtype may be chosen
                     ours = f"--released {arguments.released}: has {flag(entry.name)} {given[entry.name]}"
                     problems.append(f"{ours}, not {value}; leave one of the flags out")
                 given[entry.name] = value
@@ -30,7 +30,7 @@ def wanted_heads(arguments, values):
                 problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     raise_any(problems)
     if values.get("model_type") not in ARCHITECTURES:
-        return HeadsConfig(head_selection="all")  # refused by ``model_config``, with all else that is wrong
+        return HeadsConfig(head_selection="all")  # ``model_config`` refuses it, with all other problems
     own = own_heads(values)
     if own.head_selection == "all":
         idle = sorted(given.keys() - {"head_selection"})
@@ -40,7 +40,7 @@ def wanted_heads(arguments, values):
     every = values.get("layer_heads") or [values.get("num_attention_heads")] * len(own.num_shared_heads)
     is_gated = own.routing in GATED and list(own.num_shared_heads) == every
     if is_gated and given.get("head_selection") == "gated":
-        del given["head_selection"]  # it is short for what is there
+        del given["head_selection"]  # it is short for the other settings
     changed = {}
     for key, value in given.items():
         there = getattr(own, key)
@@ -56,27 +56,27 @@ def wanted_heads(arguments, values):
 
 
 def sample_problems(arguments, config, values):
-    """Sentences for a choice of shared heads that cannot be made; ``arguments.select_shared`` is None by default."""
+    """Return sentences if shared heads cannot be chosen as requested; ``arguments.select_shared`` may be None."""
     given = [name for name in ("sample_data", "sample_text") if getattr(arguments, name)]
     if arguments.select_shared == "first":
         return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
     if len(given) > 1:
-        return ["--sample-data and --sample-text: give the text to measure on by one of them"]
+        return ["--sample-data and --sample-text: give the text to measure on with only one of them"]
     obstacle = keeps_order(arguments, config, values)
     chosen = "--select-shared importance" if arguments.select_shared else flag(given[0]) if given else None
     return [f"{chosen}: {obstacle}"] if chosen and obstacle else []
 
 
 def keeps_order(arguments, config, values):
-    """Why no other heads than the first can become the shared ones, in words with a remedy; "" where others can."""
+    """Return why only the first heads can become the shared ones, with a remedy, or "" if others can."""
     if config.heads.head_selection == "all":
         return "all heads are on; give --head-selection mixture, or leave it out"
-    has_code = values["model_type"] != "moh_llama" and values.get("auto_map")  # which selects heads by their place
+    has_code = values["model_type"] != "moh_llama" and values.get("auto_map")  # the code selects heads by their place
     if own_heads(values).head_selection != "all" or arguments.released or has_code:
         trained = "the source is trained with its shared heads in their places, which another order would break"
         return f"{trained}; leave it out"
     if config.attention != "heads" or config.head_dims or len(config.head_counts) > 1:
-        return "needs as many heads in every layer, of one width, with keys that are not latent; leave it out"
+        return "needs equally many heads in every layer, of one width, and no latent keys; leave it out"
     always_on = {len(config.numbers_always_on(layer)) for layer in range(config.num_layers)}
     if not arguments.calibrate and always_on <= {0, config.num_attention_heads}:
         return "no heads are shared, or all of them, so their order changes nothing; leave it out"
@@ -84,13 +84,13 @@ def keeps_order(arguments, config, values):
 
 
 def find_sample(arguments, config, values, vocab_size, length, tokenizer):
-    """(tokens int64 [b, s] on which the heads are ranked, where they come from), or (None, why they keep their order).
+    """Return (tokens int64 [b, s] that rank the heads, their source), or (None, why the heads keep their order).
 
-    By default this is the documentation of Python, where the model has a tokenizer that can be read. vocab_size: of
-    the source. tokenizer: path of its tokenizer.model, or None. Raises ConfigError for a sample that was asked for.
+    By default this is the documentation of Python, if the model has a readable tokenizer. vocab_size: of the source.
+    tokenizer: path of its tokenizer.model, or None. Raises ConfigError for problems of a requested sample.
     """
     if arguments.select_shared == "first":
-        return None, "as --select-shared first says"
+        return None, "as requested by --select-shared first"
     if obstacle := keeps_order(arguments, config, values):
         return None, obstacle.partition(";")[0]
     if arguments.sample_data:
@@ -98,7 +98,7 @@ def find_sample(arguments, config, values, vocab_size, length, tokenizer):
         return tokens, str(arguments.sample_data)
     place = tokenizer or (arguments.model if tokenizer_files(arguments.model) else None)
     if place is None:
-        problem = "the model has no tokenizer; give shards by --sample-data, or its tokenizer by --old-tokenizer"
+        problem = "the model has no tokenizer; give shards with --sample-data, or its tokenizer with --old-tokenizer"
     else:
         try:
             return sample_text(arguments.sample_text, place, vocab_size, length, arguments.sample_tokens)

@@ -1,4 +1,4 @@
-"""An imported model as ``checkpoints/step-0`` of a run: complete or absent, like every other step.
+"""Writes an imported model as ``checkpoints/step-0`` of a run: complete or absent, like every other step.
 
     config.json          the model; ``seq_length`` is the source's max_position_embeddings, the rest are defaults
     state.json           the state of a run before its first step, and ``imported``: what was read, and how
@@ -23,7 +23,7 @@ from tools.checkpoints.write import refuse_without_room, whole_or_absent
 from tools.hf.convert.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
-OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
+OVERHEAD = 1 << 20  # generous limit for the bytes of a step besides its tensors
 
 
 def output_problems(run):
@@ -32,7 +32,7 @@ def output_problems(run):
         entries = {path.name for path in run.iterdir()} if run.exists() else set()
         steps = [path.name for path in (run / "checkpoints").iterdir()] if "checkpoints" in entries else []
     except OSError as error:
-        return [f"--output {run}: no readable directory ({error.strerror}); give another one"]
+        return [f"--output {run}: is not a readable directory ({error.strerror}); give another one"]
     odd = sorted(entries - {"checkpoints", "events.jsonl", ".lock"})
     odd += sorted(f"checkpoints/{name}" for name in steps if name != "copy-step-0.tmp")
     return [f"--output {run}: has {odd[0]} already; give a new directory"] if odd else []
@@ -49,8 +49,8 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     make_run_directory(run)
     final = run / "checkpoints" / "step-0"
     with lock_run_directory(run):
-        # A run that finds this, and no step, does not start from weights drawn at random.
-        told = {key: value for key, value in facts.items() if key != "tokenizer"}  # which may be long
+        # A run that finds this event but no step does not start from random weights.
+        told = {key: value for key, value in facts.items() if key != "tokenizer"}  # the tokenizer may be long
         EventLog(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **told)
         with whole_or_absent(final) as temporary:
             entries = {}

@@ -1,8 +1,8 @@
-"""Gated models in classes of transformers, as ``export_hf --as`` has written them, back under the trainer's names.
+"""Reads gated models in classes of transformers, as written by ``export_hf --as``, under the trainer's names.
 
-config.json is read as that of a mixture whose heads are all shared. What the class would write of this model must then
-be what stands in the file, key by key. So everything that makes another function of the weights, such as a layer of
-linear attention, experts, or numbers of heads that vary, is refused by its name.
+config.json is read as that of a mixture whose heads are all shared. The keys that the class would write for this model
+must then equal those in the file. Everything that would change the model's function, such as a layer of linear
+attention, experts, or varying numbers of heads, is therefore refused by name.
 """
 
 import torch
@@ -15,7 +15,7 @@ from tools.hf.convert.import_config import model_config, type_problems
 from tools.hf.convert.import_weights import Source
 from tools.hf.convert.stock_classes import CLASSES, FEATURES, GATES
 
-SILENT = (  # keys that say nothing of the function, or that are checked by themselves
+SILENT = (  # keys that do not affect the function, or that are checked separately
     "architectures", "model_type", "max_position_embeddings", "initializer_range", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "tokenizer_class", "torch_dtype", "dtype", "transformers_version",
 )  # fmt: skip
@@ -23,10 +23,10 @@ KINDS = {kind.model_type: kind for kind in CLASSES.values()}
 
 
 def read_stock(values, directory):
-    """(config.json's ``values`` in the keys of a moh_llama, the ``StockClass`` that they were written for). directory:
-    with the weights, which tell gates of features from those of heads.
+    """Return (config.json's ``values`` in the keys of a moh_llama, the ``StockClass`` for which they were written).
+    directory: has the weights, which distinguish gates of features from those of heads.
 
-    Values of any other model are returned as they are, with None. Raises ConfigError with all that cannot be read.
+    Values of any other model are returned unchanged, with None. Raises ConfigError with everything that cannot be read.
     """
     kind = KINDS.get(values.get("model_type"))
     if kind is None:
@@ -38,7 +38,7 @@ def read_stock(values, directory):
         plain |= kind.plain_keys(values)
         shared = [values["num_attention_heads"]] * layers
     except (LookupError, TypeError, AttributeError) as error:
-        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); fix it"]) from error
+        raise ConfigError([f"config.json: a key is missing or invalid ({error}); fix it"]) from error
     plain |= {"model_type": "moh_llama", "architectures": [keys.ARCHITECTURES["moh_llama"]], "qk_norm": True}
     plain |= {"head_selection": "mixture", "routing": kind.routing, "two_stage": True}
     plain |= {"num_shared_heads": shared, "num_active_routed_heads": [0] * layers}
@@ -62,14 +62,14 @@ def read_stock(values, directory):
 
 
 def gates_differ(source):
-    """Whether some head of the ``StockSource`` has a gate that is not the same for all of its features."""
+    """Return whether some head of the ``StockSource`` has different gates for its features."""
     heads, names = source.stock.model.num_attention_heads, [name for name in source.shapes if name.endswith(GATES)]
     layers = (source.rows(name.replace(GATES, FEATURES)).unflatten(0, (heads, -1)) for name in names)
     return not all(gates.eq(gates[:, :1]).all() for gates in layers)
 
 
 class StockSource(Source):
-    """The safetensors of such a directory, by the trainer's names. Raises ConfigError unless all are there."""
+    """The safetensors of such a directory, by the trainer's names. Raises ConfigError unless all exist."""
 
     def __init__(self, directory, stock):
         super().__init__(directory)
@@ -78,7 +78,7 @@ class StockSource(Source):
             tensors = list(saved_tensors(build_model(stock.model)))
             wanted = {name: tuple(tensor.shape) for name, tensor in stock.converted(tensors)}
         problems = [
-            f"{name} has shape {list(there.get(name, ()))}, config.json says {list(wanted.get(name, ()))}"
+            f"{name} has shape {list(there.get(name, ()))}, but config.json says {list(wanted.get(name, ()))}"
             for name in sorted(there.keys() | wanted.keys())
             if there.get(name) != wanted.get(name)
         ]

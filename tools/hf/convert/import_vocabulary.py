@@ -1,15 +1,15 @@
-"""A vocabulary made larger: new rows of the embedding and of the output head, and the tokenizers that they belong to.
+"""Enlarges a vocabulary: new rows of the embedding and of the output head, and the tokenizers to which they belong.
 
-docs/continue.md says of which rows new rows are the means, and has measurements. Means of the old tokens that spell a
-new one: Gee et al. 2022, "Fast Vocabulary Transfer". The mean of all old tokens: Hewitt 2021, "Initializing New Word
-Embeddings for Pretrained Language Models"; it also stands in for what is not known: ids beyond the new tokenizer, or
-all new ids without the old one. A tied matrix counts as the embedding.
+docs/continue.md says how new rows are made of means of old rows, and has measurements. A new row is the mean of the old
+tokens that spell it (Gee et al. 2022, "Fast Vocabulary Transfer"), or the mean of all old tokens (Hewitt 2021,
+"Initializing New Word Embeddings for Pretrained Language Models"). The latter also serves for ids beyond the new
+tokenizer, or for all new ids without the old one. A tied matrix counts as the embedding.
 
-Rows that only pad the old vocabulary are no tokens: they count for no mean, and new tokens take their places.
+Rows that only pad the old vocabulary are not tokens: means ignore them, and new tokens take their places.
 
 Noise is added so that no two rows are equal: N(0, (NOISE x the deviation of that column over the old rows)^2), from a
-generator of (seed, name). Rows drawn like those of a new model would lie far from the others, and disturb every
-prediction at first. Old rows stay as they are, to the bit.
+generator seeded with (seed, name). Rows drawn like those of a new model would lie far from the others, and disturb
+every prediction at first. Old rows stay unchanged, to the bit.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ ROWS = 1024  # new rows made at once
 
 
 def new_rows(source, pieces, seed, num_tokens, ids, name):
-    """The rows ``ids``, a range, of the matrix ``name``, fp32, in blocks. Holds that of the source in memory.
+    """Yield the rows ``ids``, a range, of the matrix ``name``, fp32, in blocks. It holds the source's matrix in memory.
 
     pieces: {new id: ids of the old tokens that spell it}. num_tokens: number of tokens of the source; its other rows
     are padding.
@@ -60,7 +60,7 @@ def read_tokenizer(path, vocab_size, named):
 
 
 def without_code(file):
-    """The bytes of a file of a tokenizer; its tokenizer_config.json names no Python code."""
+    """Return the bytes of a file of a tokenizer, without references to Python code in tokenizer_config.json."""
     if not file.is_file():
         raise ConfigError([f"{file}: is not a file; restore it, or remove it"])
     content = file.read_bytes()
@@ -73,14 +73,14 @@ def without_code(file):
 def size_of(path):
     """Tokens of a tokenizer of any kind. Raises ConfigError."""
     first = next(iter(model_files(path).values()))
-    if first.is_file() and is_tiktoken(first):  # whose package need not be there
+    if first.is_file() and is_tiktoken(first):  # its package may be absent
         ranks, special = read_ranks(first)
         return max(special + NUM_SPECIAL, max(ranks.values()) + 1)
     return Tokenizer(str(path)).vocab_size
 
 
 def tokens_of(path, vocab_size):
-    """How many of the ``vocab_size`` rows are tokens of the tokenizer at ``path``; all if it cannot be read."""
+    """Return how many of the ``vocab_size`` rows are tokens of the tokenizer at ``path``; all if it cannot be read."""
     try:
         return min(size_of(path), vocab_size)
     except ConfigError:
@@ -98,7 +98,7 @@ def spelled(old, new, num_tokens, vocab_size):
         raise ConfigError([f"--tokenizer {new}: tokens of Hugging Face are not compared with those of {old}; {remedy}"])
     if is_tiktoken(old) != is_tiktoken(new):
         raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
-    read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses what is no tokenizer
+    read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses other files
     table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece
     spelling = {index: ids for index, ids in table(old, new).items() if num_tokens <= index < vocab_size}
     return {index: ids for index, ids in spelling.items() if ids and max(ids) < num_tokens}  # that have rows
@@ -108,7 +108,7 @@ def spelled_sentencepiece(old, new):
     protos = [sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes()) for path in (old, new)]
     pieces = [[piece.piece for piece in proto.pieces] for proto in protos]
     refuse_other_ids(old, new, dict(enumerate(pieces[0])), dict(enumerate(pieces[1])))
-    bare = protos[0]  # which splits the text of a piece as it would inside a document
+    bare = protos[0]  # it splits the text of a piece as inside a document
     bare.normalizer_spec.add_dummy_prefix = False
     bare.normalizer_spec.remove_extra_whitespaces = False
     model = SentencePieceProcessor(model_proto=bare.SerializeToString())
@@ -125,7 +125,7 @@ def spelled_tiktoken(old, new):
 
 
 def joined(ranks, token):
-    """The ids of BPE for the bytes of one word: again and again the neighbours of the lowest joint rank are joined."""
+    """Return BPE's ids for the bytes of one word, joining the neighbours with the lowest joint rank repeatedly."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while True:
         pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks) + 2**20), i) for i in range(len(parts) - 1)]
@@ -140,14 +140,14 @@ def refuse_other_ids(old, new, before, now):
         if now.get(index) != token:
             raise ConfigError([
                 f"--tokenizer {new}: id {index} is {now.get(index)!r} and in {old} it is {token!r}; give one that "
-                "data_prep/tokenize.py extend has made of it"
+                "data_prep/tokenize.py extend has made from it"
             ])
 
 
 def find_tokenizers(arguments, vocab_size):
-    """(path of the model's tokenizer, path of that of the data to come, {name: bytes} of files for the step).
+    """Return (path of the model's tokenizer, path of the run data's tokenizer, {name: bytes} of files for the step).
 
-    A model without tokenizer.model has no path of its own, and its tokenizer in Hugging Face form is kept unread.
+    A model without tokenizer.model has no such path, and its tokenizer in Hugging Face form is copied unread.
     """
     places = [arguments.model / TOKENIZER_FILES[0], arguments.model / "original" / TOKENIZER_FILES[0]]
     old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
@@ -171,7 +171,7 @@ def token_ids(directory, values):
         raise ConfigError([f"{path}: cannot be read ({error}); fix it, or delete it"]) from error
     keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
     found = {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
-    if isinstance(more.get("eos_token_id"), list):  # all that end a text; config.json may name one of them
+    if isinstance(more.get("eos_token_id"), list):  # all ends of a text; config.json may name one of them
         found["eos"] = more["eos_token_id"]
     odd = {keys[name]: value for name, value in found.items() if not fits(value, int | None | tuple[int, ...])}
     if odd:

@@ -1,12 +1,12 @@
-"""Weights of a Hugging Face directory -> the files of a training checkpoint, block by block.
+"""Converts the weights of a Hugging Face directory to the files of a training checkpoint, block by block.
 
 The parameters have Hugging Face's names in the trainer, and rows in the same order (half-split rotary), so a weight is
 read, widened to fp32 and written. ``plan`` says for every parameter where its elements come from:
 
-    the source       as they are, or with heads in another order: rows of q, columns of o, and the rows of k and v of
+    the source       unchanged, or with heads in another order: rows of q, columns of o, and the rows of k and v of
                      whole groups (tools/heads/importance.py says which orders are legal)
     vocabulary       rows of the source, then new ones (tools/hf/convert/import_vocabulary.py)
-    router           drawn as a fresh run draws them, from (seed, name); a Llama has none
+    router           drawn as in a new run, from (seed, name); a Llama has none
 
 Blocks of a few megabytes are in memory at a time, whatever the size of the model.
 """
@@ -30,7 +30,7 @@ from tools.hf.convert.export_files import weight_files
 
 BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
 DTYPES = ("F32", "BF16", "F16", "I32")
-REDUNDANT = "rotary_emb.inv_freq"  # a table that early transformers stored; it follows from config.json
+REDUNDANT = "rotary_emb.inv_freq"  # a table stored by early versions of transformers; it follows from config.json
 RELEASED = {  # parameters of the routers in the authors' code -> here
     "self_attn.wg.weight": "self_attn.router.w_routed",
     "self_attn.wg_0.weight": "self_attn.router.w_type",
@@ -42,8 +42,8 @@ EMBEDDING, POSITIONS, HEAD = "model.embed_tokens.weight", "model.embed_positions
 class Source:
     """The safetensors of a Hugging Face directory. shapes: {name: shape}. dtypes: those that occur, sorted.
 
-    The routers of the authors' released code get their names here. Raises ConfigError unless every tensor that is named
-    can be read.
+    Routers of the authors' released code are renamed to our names. Raises ConfigError unless every named tensor can be
+    read.
     """
 
     def __init__(self, directory):
@@ -96,13 +96,13 @@ class Part(NamedTuple):
 
 
 def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=None):
-    """[Part] of every parameter of the model, in its order. Raises ConfigError naming what is absent, odd or foreign.
+    """Return [Part] for every parameter of the model, in order. Raises ConfigError naming absent or foreign tensors.
 
     config: ModelConfig of the checkpoint. old_vocab_size: the source's. orders: {layer: source heads in their new
     order}, or {}. extend: (rows of a vocabulary matrix that stay, name -> an iterable of those after them), or None.
-    router_seed: for the routers of a model without any; None where the source must have them. trained: ModelConfig of
-    the source; where a mixture becomes a model without routers, the outputs of its heads are scaled by what their gates
-    were near.
+    router_seed: for the routers of a model without any; None if the source must have them. trained: ModelConfig of
+    the source; if a mixture becomes a model without routers, the outputs of its heads are scaled by their approximate
+    gates.
     """
     with torch.device("meta"):
         wanted = dict(saved_tensors(build_model(config)))
@@ -150,7 +150,7 @@ def layer_of(name):
 
 
 def drawn(name, like, seed):
-    if not like.is_floating_point():  # the counts of a bias
+    if not like.is_floating_point():  # the counts of a router's bias
         return torch.zeros(like.shape)
     parameter = make_parameter(tuple(like.shape), like.init_std)
     initialize([(name, parameter)], seed)
@@ -193,14 +193,14 @@ def equal(source, one, other):
 
 
 def read_released(path):
-    """What a released .pth, .pt or .safetensors file holds: tensors, numbers, texts and containers of them.
+    """Return the content of a released .pth, .pt or .safetensors file: tensors, numbers, texts and containers of them.
 
     Raises ConfigError for a file that holds anything else, or cannot be read.
     """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        with torch.serialization.safe_globals([Namespace]):  # args of training
+        with torch.serialization.safe_globals([Namespace]):  # the arguments of the training
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
         raise ConfigError([f"cannot be read ({error.strerror or error}); give another file"]) from error

@@ -18,7 +18,7 @@ ARCHITECTURES = {  # model_type -> class
     "mistral": "MistralForCausalLM",
     "moh_llama": "MoHLlamaForCausalLM",
 }
-SLIDING, FULL = "sliding_attention", "full_attention"  # values of layer_types
+SLIDING, FULL = "sliding_attention", "full_attention"  # values in layer_types
 
 
 class Key(NamedTuple):
@@ -40,7 +40,7 @@ MODEL = (
     Key("rms_norm_eps", "rms_norm_eps", 1e-6),  # LlamaConfig's own default
     Key("tie_word_embeddings", "tie_embeddings", False),
 )
-OURS = (  # of a moh_llama only, and only if it is another than by default
+OURS = (  # only for moh_llama, and only if not the default
     Key("head_dims", "head_dims", ()),
     Key("attention", "attention", "heads"),
     Key("kv_lora_rank", "kv_lora_rank", None),
@@ -53,7 +53,7 @@ OURS = (  # of a moh_llama only, and only if it is another than by default
     Key("cope_max_position", "cope_max_position", 64),
     Key("learned_positions", "learned_positions", None),
 )
-HEADS = (  # of a moh_llama only; what is as it would be if it were absent is left out
+HEADS = (  # only for moh_llama; values equal to those of an absent key are left out
     Key("head_selection", "head_selection"),
     Key("routing", "routing"),
     Key("two_stage", "two_stage"),
@@ -66,21 +66,21 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("routing_dtype", "routing_dtype", "fp32"),
     Key("routing_top_p", "routing_top_p", None),
     Key("load_balance_bias_rate", "load_balance_bias_rate", 0.0),
-    Key("load_balance_coefficient", "load_balance_coefficient", 0.01),  # not what fine-tuning adds, which is nothing
+    Key("load_balance_coefficient", "load_balance_coefficient", 0.01),  # the trainer's; fine-tuning adds none
 )
-ROPE = (  # inside of rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)
+ROPE = (  # inside rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)
     Key("rope_theta", "rope_theta"),
     Key("factor", "rope_factor"),
     Key("low_freq_factor", "rope_low_freq_factor"),
     Key("high_freq_factor", "rope_high_freq_factor"),
     Key("original_max_position_embeddings", "rope_original_length"),
 )
-PARTIAL = Key("partial_rotary_factor", "rotary_fraction", 1.0)  # there too, of a moh_llama only
+PARTIAL = Key("partial_rotary_factor", "rotary_fraction", 1.0)  # there too, only for moh_llama
 ROPE_TYPES = {  # rope_type -> the keys that it needs
     kind: ("rope_theta", *(entry.key for entry in ROPE if entry.field.removeprefix("rope_") in needed))
     for kind, needed in NEEDS.items()
 }
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of every model here
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # values of all models here
 
 
 def model_type(model):
@@ -91,7 +91,7 @@ def model_type(model):
         return "moh_llama"
     if any(widths):  # transformers 4.46 scales no rotary embedding of a Mistral
         return "mistral" if model.rope_type == "default" else "moh_llama"
-    return "llama" if model.hidden_size % model.num_attention_heads == 0 else "moh_llama"  # as transformers 5 wants it
+    return "llama" if model.hidden_size % model.num_attention_heads == 0 else "moh_llama"  # transformers 5 requires it
 
 
 def ours(model):
@@ -114,7 +114,7 @@ def written(model):
     if model.heads.head_selection == "all":
         return keys | {"head_selection": "all"}
     of_model = model.heads
-    if of_model.head_selection == "static":  # it may follow the flags of a mixture, whose router it has not
+    if of_model.head_selection == "static":  # its flags may be those of a mixture, but it has no router
         of_model = HeadsConfig(**{key: getattr(of_model, key) for key in ("head_selection", *BUDGETS)})
     heads = {entry: getattr(of_model, entry.field) for entry in HEADS}
     if of_model.routing not in TWO_STAGE:
@@ -123,7 +123,7 @@ def written(model):
 
 
 def read_head_counts(values):
-    """The fields of the heads of each layer, {} where they are those of MODEL; keys are shared as in the largest."""
+    """Return the fields for heads of each layer, {} if MODEL has them; keys are shared as in the largest layer."""
     if "layer_heads" not in values:
         return {}
     most, keys = values["num_attention_heads"], values.get("num_key_value_heads") or values["num_attention_heads"]
@@ -132,7 +132,7 @@ def read_head_counts(values):
 
 
 def written_window(model):
-    """transformers knows one window for all layers that have one. layer_windows is ours, where they have several."""
+    """Return the keys for windows. transformers has one window for all layers that have any; layer_windows is ours."""
     if model_type(model) == "mistral":
         return {"sliding_window": model.window[0]}
     layers = {"layer_types": [SLIDING if width else FULL for width in model.window]}
@@ -149,7 +149,7 @@ def read_window(values):
 
 
 def written_rope(model):
-    """The rotary settings in the keys of transformers 4, and in that of transformers 5."""
+    """Return the rotary settings in the keys of transformers 4 and in the key of transformers 5."""
     needed = [entry for entry in ROPE if entry.key in ROPE_TYPES[model.rope_type]]
     rope = {"rope_type": model.rope_type, **{entry.key: getattr(model, entry.field) for entry in needed}}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}

@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, on what, for how long, how far it got, and how heads are used.
+"""The model card of an export: the model, its data, the length of its training, its losses, and how heads are used.
 
 Everything comes from the step directory: the configuration, the segments of the data in state.json (tokens per source,
 exact), and the routers' shares there (head load of the last step). Losses come from metrics.jsonl of the run, two
@@ -18,16 +18,16 @@ from moh_lm.monitor.events import complete_rows
 from moh_lm.units import words
 from tools.hf.convert.keys import model_type
 
-ALL = "all sources"  # the last row of losses; no source has a space in its name
+ALL = "all sources"  # name of the last row of losses; names of sources have no spaces
 
 
 def model_card(
     step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None, stock=None
 ):  # fmt: skip
-    """Content of README.md.
+    """Return the content of README.md.
 
     step: a step directory. state: its state.json. parameters: their number. own_tokenizer: whether the tokenizer files
-    are made from the tokenizer of its data. license, base_model: as the hub wants them in the head of the card. stock:
+    are made from the tokenizer of its data. license, base_model: as the hub expects them in the card's header. stock:
     see stock_classes.py, or None.
     """
     shown = {
@@ -95,7 +95,7 @@ def training_facts(config, state):
     run, optimizer = config.run, config.optimizer
     imported = state.get("imported", {})
     facts = {}
-    if imported:  # a card names no path of the machine
+    if imported:  # a card does not name local paths
         facts["began with"] = f"{Path(imported['source']).name}, config.json {imported['config_sha256'][:12]} (SHA-256)"
         facts["vocabulary"] = imported["vocabulary"]
         facts["shared heads"] = f"chosen: {imported['shared_heads']}"
@@ -126,7 +126,7 @@ def muon_facts(optimizer):
 
 
 def data_facts(state):
-    """Tokens of every source over all segments of the run, and the weights of the last one."""
+    """Return the tokens of every source over all segments of the run, and the weights of the last segment."""
     segments = state["data"]["segments"]
     if not segments or not state["consumed_samples"]:
         return ""
@@ -145,7 +145,7 @@ def data_facts(state):
 
 
 def loss_facts(step, number):
-    """The last training interval and the last evaluation up to step ``number`` in metrics.jsonl of the run."""
+    """Return the last training interval and the last evaluation up to step ``number`` in metrics.jsonl of the run."""
     log = step.resolve().parent.parent / "metrics.jsonl"
     rows = [row for _, row in complete_rows(log) if row["step"] <= number]
     training = next((row for row in reversed(rows) if row.get("loss") is not None), None)
@@ -168,7 +168,7 @@ def loss(value):
 
 
 def load_facts(model, state):
-    """Share of the tokens of the last step that used each routed head or group: lowest and highest of every layer."""
+    """Return the lowest and highest share of the last step's tokens that used a routed head or group, by layer."""
     layers = model.routed_layers()
     most = "about " if model.heads.routing == "relu" else "" if model.heads.routing_top_p is None else "at most "
     rows = [
@@ -188,7 +188,7 @@ def load_facts(model, state):
 
 
 STOCK = "Every token uses all attention heads, each with a gate, as `{architecture}` of transformers computes them."
-KINDS = {  # model_type, or head selection -> title, what the model is
+KINDS = {  # model_type, or head selection -> title, description
     "mixture": (
         "A language model with Mixture-of-Head attention",
         "Each token uses the shared attention heads and the routed heads that a router selects for it\n"

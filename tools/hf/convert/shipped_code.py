@@ -45,7 +45,7 @@ def import_code(directory, name):
     package = ModuleType(f"moh_export_{uuid4().hex}")
     package.__path__ = [str(directory)]
     sys.modules[package.__name__] = package
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # nothing but what was written is in the directory
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # keeps other files out of the directory
     try:
         return importlib.import_module(f"{package.__name__}.{name}")
     finally:
@@ -60,7 +60,7 @@ def foreign_code(directory):
 
 @cache
 def use_own_code():
-    """Have transformers load exports of language models with the code of this installation, and not with their own."""
+    """Make transformers load exports of language models with this installation's code instead of their own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""Settings of an imported model's tokenizer, which the export of a run that continued the model restores.
+"""Settings of an imported model's tokenizer, which are restored in the export of a run that continued the model.
 
 The tokenizer of the run's data gives the ids. Special tokens, chat template and padding side are those that users of
 the source know; ``import_hf`` keeps them in ``imported`` of state.json. References to Python code are never kept.
@@ -19,9 +19,9 @@ CODE = ("auto_map", "processor_class", "custom_pipelines")  # keys of files of H
 
 
 def cleaned(content, more):
-    """The bytes of a tokenizer_config.json with the keys of ``more`` that it lacks, and without code of its own.
+    """Return the bytes of a tokenizer_config.json with the keys of ``more`` that it lacks, and without custom code.
 
-    A class of transformers reads tokenizer.json then. Bytes that need no change stay as they are.
+    A class of transformers then reads tokenizer.json. Bytes that need no change are returned unchanged.
     """
     settings = parse_json(content)
     wanted = more | without_code(settings)
@@ -31,19 +31,19 @@ def cleaned(content, more):
 
 
 def without_code(value):
-    """A value of JSON, without the keys of ``CODE`` at any depth."""
+    """Return a JSON value without the keys of ``CODE`` at any depth."""
     if isinstance(value, dict):
         return {key: without_code(item) for key, item in value.items() if key not in CODE}
     return [*map(without_code, value)] if isinstance(value, list) else value
 
 
 def names_code(directory):
-    """Whether the tokenizer of a model needs Python code of its own, by what its files say."""
+    """Return whether the tokenizer of a model needs its own Python code, according to its files."""
     return needs_code(optional_json(directory / "tokenizer_config.json"))
 
 
 def needs_code(settings):
-    """Whether a tokenizer_config.json names code, or a class that an installed transformers does not have."""
+    """Return whether a tokenizer_config.json names code, or a class that the installed transformers lacks."""
     try:
         import transformers
     except ImportError:
@@ -80,7 +80,7 @@ def settings_of(directory, model, ids):
 
 
 def ends_of(model, ids):
-    """{"bos", "eos"} -> text of those special tokens of a tokenizer.model that have the ids of the configuration."""
+    """Return {"bos", "eos"} -> text of the special tokens of a tokenizer.model with the ids of the configuration."""
     try:
         tokenizer = read_model(model)
     except ConfigError:  # the package is absent
@@ -90,20 +90,19 @@ def ends_of(model, ids):
 
 
 def restore(directory, source, ids, special):
-    """Give the tokenizer in ``directory`` the settings of the ``source``; -> {"bos", "eos", "pad", "unk"} -> id or ids.
+    """Give the tokenizer in ``directory`` the settings of the ``source``. Returns {"bos", "eos", "pad", "unk"} -> ids.
 
-    ids: those in the source's configuration. special: ids that the tokenizer has by itself. Tokens that it lacks are
-    added where their ids are free. A text ends with the tokens of the source, and with the one that ends documents of
-    the data.
+    ids: those in the source's configuration. special: the tokenizer's own ids. Missing tokens are added if their ids
+    are free. A text ends with the tokens of the source, or with the one that ends documents of the data.
     """
     tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
     add_tokens(tokenizer, source["special"])
     known = numbers_of(tokenizer)
     tokens = {name: text for name, text in source["tokens"].items() if text in known}
-    if tokens.get("pad") == tokens.get("eos", config.get("eos_token")):  # collators leave padding out of the loss
+    if tokens.get("pad") == tokens.get("eos", config.get("eos_token")):  # collators exclude padding from the loss
         tokens.pop("pad", None)
     config |= {f"{name}_token": text for name, text in tokens.items()} | {"padding_side": source["padding_side"]}
-    if "chat_template" in source:  # which spells the special tokens
+    if "chat_template" in source:  # the template spells the special tokens
         config |= {"chat_template": source["chat_template"], "split_special_tokens": False}
     write_files(directory, tokenizer, config)
     found = special | {name: known[text] for name, text in tokens.items()}
@@ -116,7 +115,7 @@ def restore(directory, source, ids, special):
 def add_tokens(tokenizer, special):
     """Add special tokens, {text: id}, to the content of a tokenizer.json, where ids are free in its vocabulary.
 
-    That of a unigram model is a list in the order of ids, to which nothing is added.
+    The vocabulary of a unigram model is a list in the order of ids, to which nothing is added.
     """
     known, vocabulary = numbers_of(tokenizer), tokenizer["model"]["vocab"]
     if not isinstance(vocabulary, dict):
@@ -132,7 +131,7 @@ def add_tokens(tokenizer, special):
 
 
 def numbers_of(tokenizer):
-    """{text: id} of the content of a tokenizer.json."""
+    """Return {text: id} from the content of a tokenizer.json."""
     vocabulary = tokenizer["model"]["vocab"]
     if not isinstance(vocabulary, dict):
         vocabulary = {text: index for index, (text, _) in enumerate(vocabulary)}
@@ -140,5 +139,5 @@ def numbers_of(tokenizer):
 
 
 def listed(ids):
-    """The ids in one, several or none."""
+    """Return a list of ids, given one, several or None."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]

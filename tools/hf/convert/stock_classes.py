@@ -1,13 +1,13 @@
-"""Gated models in classes that other libraries have: export_hf --as, for a model that loads without remote code.
+"""Writes gated models in classes of other libraries: export_hf --as, for a model that loads without remote code.
 
     qwen3_5    Qwen3_5ForCausalLM of transformers 5: sigmoid(G x) * (softmax(q k) v), then W_O. One projection gives the
-               query of a head and, behind it, a gate for each of its features; norms multiply by 1 + w. Gates of
-               features are those, a head-wise gate g_i = 2 sigmoid(s_i) is one with equal rows; the 2 goes into W_O
-    laguna     LagunaForCausalLM of transformers 5.7: g_i = softplus(s_i) for each head, windows, and layers with other
-               numbers of query heads, which all have as many keys: those of a smaller layer are repeated
+               query of a head and, behind it, a gate for each feature; norms multiply by 1 + w. Gates of features fit
+               directly; a head-wise gate g_i = 2 sigmoid(s_i) becomes equal rows, with the 2 in W_O
+    laguna     LagunaForCausalLM of transformers 5.7: g_i = softplus(s_i) for each head, windows, and layers with
+               different numbers of query heads but equal numbers of keys: those of smaller layers are repeated
 
-A gate that reads a part of its input has zeros for the rest. A model that has no such form is refused with the flags
-that stand against it. export_check.py compares logits before anything is published; import_stock.py reads them again.
+A gate that reads a part of its input has zeros for the rest. A model without such a form is refused with the flags that
+prevent it. export_check.py compares logits before anything is published; import_stock.py reads these models again.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from tools.hf.convert.keys import FIXED, FULL, MODEL, SLIDING, written_rope
 
-GATES, FEATURES = "router.w_shared", "g_proj.weight"  # of the trainer
+GATES, FEATURES = "router.w_shared", "g_proj.weight"  # names in the trainer
 QUERIES = "self_attn.q_proj.weight"
 
 
@@ -28,18 +28,18 @@ class StockClass:
     """
 
     name = model_type = architecture = routing = gates = None
-    gates_features = False  # each by itself
+    gates_features = False  # whether each feature has its own gate
 
     def __init__(self, model):
         self.model = model
 
     def problems(self):
-        """Sentences on what the class cannot compute of the model; empty if it can be written."""
+        """Return sentences on what the class cannot compute for the model; empty if it can be written."""
         model, heads = self.model, self.model.heads
         gated = heads.head_selection == "mixture" and not model.routed_layers()
         own = self.gates_features and model.element_gates
         found = [
-            (not (gated or own), "--head-selection: it gates every head and chooses none, which is gated"),
+            (not (gated or own), "--head-selection: it gates every head and chooses none, so it must be gated"),
             (heads.routing != self.routing and not own, f"--routing {heads.routing}: its gates are {self.gates}"),
             (not model.qk_norm, "without --qk-norm: it normalises queries and keys"),
             (model.post_norm, "--post-norm: it normalises in front of a layer only"),
@@ -63,7 +63,7 @@ class StockClass:
         return F.pad(gates, (0, self.model.hidden_size - gates.shape[1]))
 
     def narrow(self, gates):
-        """The rows as they were before ``wide``."""
+        """Undo ``wide``."""
         return gates[:, : self.model.heads.gate_width or None]
 
 
@@ -80,7 +80,7 @@ class Qwen35(StockClass):
 
     def config(self):
         model, rotated = self.model, int(self.model.head_dim * self.model.rotary_fraction) // 2
-        sections = [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3]  # of three equal positions of a token
+        sections = [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3]  # for three equal positions of a token
         rope = written_rope(model)["rope_parameters"]
         return super().config() | {
             "rope_parameters": {
@@ -91,13 +91,13 @@ class Qwen35(StockClass):
 
     @staticmethod
     def plain_keys(values):
-        """The keys of config.json ``values`` that another model spells otherwise, as a moh_llama has them."""
+        """Return the keys of config.json ``values`` that other models spell differently, in the form of a moh_llama."""
         rope = values["rope_parameters"].items()
         return {"rope_parameters": {key: value for key, value in rope if not key.startswith("mrope_")}}
 
     def converted(self, tensors):
-        """(name, tensor) of the trainer, in its order -> those of the class."""
-        queries = {}  # of layers whose gates are still to come
+        """Convert (name, tensor) pairs of the trainer, in its order, to those of the class."""
+        queries = {}  # queries of layers whose gates follow later
         for name, tensor in tensors:
             if name.endswith("q_proj.weight"):
                 queries[name] = tensor
@@ -110,13 +110,13 @@ class Qwen35(StockClass):
                 yield name, tensor - 1 if "norm" in name else tensor
 
     def with_gates(self, query, gates):
-        """[h e, d] and [h or h e, d] -> [2 h e, d]: of every head its query's rows, then a gate's for each feature."""
+        """Join [h e, d] and [h or h e, d] to [2 h e, d]: each head's rows of the query, then its gates of features."""
         heads, features = self.model.num_attention_heads, self.model.head_dim
         repeated = gates.unflatten(0, (heads, -1)).expand(heads, features, -1)
         return torch.cat((query.unflatten(0, (heads, features)), repeated), 1).flatten(0, 1)
 
     def original(self, name, read):
-        """The trainer's tensor of that name. read: the class's, by its name."""
+        """Return the trainer's tensor ``name``. read: returns the class's tensor of a name."""
         heads, features = self.model.num_attention_heads, self.model.head_dim
         if self.is_arranged(name):
             joint = read(name.partition("self_attn.")[0] + QUERIES)
@@ -129,7 +129,7 @@ class Qwen35(StockClass):
         return read(name) + 1 if "norm" in name else read(name)
 
     def is_arranged(self, name):
-        """Whether the rows of the trainer's tensor of that name are not those of the class's, in their order."""
+        """Return whether the trainer's tensor ``name`` has other rows than the class's, or another order of rows."""
         return name.endswith(("q_proj.weight", GATES, FEATURES))
 
 
@@ -141,8 +141,8 @@ class Laguna(StockClass):
         super().__init__(model)
         layers = [model.of_layer(index) for index in range(model.num_layers)]
         self.heads = [of.num_attention_heads for of in layers]
-        self.num_keys = math.lcm(*(of.num_key_value_heads for of in layers))  # in every layer
-        self.copies = [self.num_keys // of.num_key_value_heads for of in layers]  # of each key
+        self.num_keys = math.lcm(*(of.num_key_value_heads for of in layers))  # key/value heads of every layer
+        self.copies = [self.num_keys // of.num_key_value_heads for of in layers]  # copies of each key
 
     def own_problems(self):
         unequal = any(heads % self.num_keys for heads in self.heads)

@@ -1,28 +1,28 @@
-"""LLaMA-3's ``tokenizer.model``, in tiktoken's format -> the files of tools/hf/convert/tokenizer_json.py, equal in ids.
+"""Converts LLaMA-3's ``tokenizer.model`` in tiktoken's format to the files of tokenizer_json.py, with equal ids.
 
 tiktoken joins the neighbours whose result has the lowest rank; Hugging Face's BPE has a list of pairs. That list gets
-every pair of tokens that form a token, in the order of ranks. With ``ignore_merges`` a word that is a token stays as it
-is, as in tiktoken. Bytes are spelled as GPT-2 does. Of the special tokens, which the file lacks, begin and end of text
-and LLaMA 3.1's padding are named; they stand in the vocabulary, or else ``tokenizers`` would give them ids behind the
-last one.
+every pair of tokens that forms a token, in the order of ranks. With ``ignore_merges`` a word that is a token stays
+whole, as in tiktoken. Bytes are spelled as in GPT-2. The file lacks special tokens. Begin and end of text and LLaMA
+3.1's padding are named, and are in the vocabulary, because ``tokenizers`` would otherwise give them ids after the last
+one.
 """
 
 from moh_lm.data.tiktoken_model import WORDS, read_ranks
 from tools.hf.convert.tokenizer_json import bpe_model, config_with, content_of, write_files
 
 END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"
-SPECIAL = {"<|begin_of_text|>": 0, END: 1, PAD: 4}  # their numbers among the special tokens
+SPECIAL = {"<|begin_of_text|>": 0, END: 1, PAD: 4}  # positions among the special tokens
 
 
 def special_ids(path):
-    """As in tools/hf/convert/tokenizer_json.py. Raises ConfigError."""
+    """See tools/hf/convert/tokenizer_json.py. Raises ConfigError."""
     first = read_ranks(path)[1]
     end, pad = first + SPECIAL[END], first + SPECIAL[PAD]
     return {"bos": end, "eos": end, "pad": pad, "unk": None}
 
 
 def write_tokenizer(path, directory, max_length):
-    """As in tools/hf/convert/tokenizer_json.py, of the file at ``path``. Raises ConfigError."""
+    """Convert the file at ``path``; see tools/hf/convert/tokenizer_json.py. Raises ConfigError."""
     tokens = {"bos_token": END, "eos_token": END, "pad_token": PAD}
     write_files(directory, tokenizer_json(path), config_with(tokens, max_length))
 
@@ -49,7 +49,7 @@ def tokenizer_json(path):
 
 
 def pairs(ranks):
-    """Every two tokens that make a token, those with the lowest result first."""
+    """Return every pair of tokens that forms a token, those with the lowest result first."""
     for token in sorted(ranks, key=ranks.get):
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         found = [(left, right) for left, right in cuts if left in ranks and right in ranks]
@@ -57,7 +57,7 @@ def pairs(ranks):
 
 
 def byte_letters():
-    """The letter of each byte: itself if it can be shown, or else one from U+0100 on, in order."""
+    """Return the letter of each byte: itself if it is visible, or else one from U+0100 on, in order."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(byte) if byte in shown else chr(256 + others.index(byte)) for byte in range(256)}

@@ -6,13 +6,13 @@ Hugging Face is needed. The class is PreTrainedTokenizerFast: LlamaTokenizer wou
 The tokenizer gives the ids that the model was trained on:
 - nothing is added: training puts EOS after each document and BOS nowhere. A document begins after the EOS of the one
   before it, so EOS is also declared as the BOS token that evaluation and generation put before an empty context.
-- batches are padded on the left, by the model's padding piece, or else by the one of unknown text. EOS does not serve:
-  collators of training leave padding out of the loss, and the model would forget to end.
+- batches are padded on the left, by the model's padding piece, or else by the piece of unknown text. EOS is not used:
+  collators of training exclude padding from the loss, and the model would not learn to end.
 - ``split_special_tokens``: the text ``</s>`` in a document is encoded as text, as by SentencePiece, and never as EOS.
 
-BPE and unigram models are read. Ids can differ only for: a text that is one user-defined symbol and nothing else; in a
-unigram model, splits of equal score and the text of a control piece with letters that the model does not know; in a
-model with NFKC normalization, combining marks out of canonical order or after a compatibility character.
+BPE and unigram models are supported. Ids can differ only for a text that is a single user-defined symbol; in a unigram
+model, for splits of equal score and the text of a control piece with letters that the model does not know; in a model
+with NFKC normalization, for combining marks out of canonical order or after a compatibility character.
 """
 
 import base64
@@ -48,7 +48,7 @@ def read_model(path):
 
 
 def special_ids(proto):
-    """{"bos", "eos", "pad", "unk"} -> id, or None where the model has none. BOS is EOS, see above."""
+    """Return {"bos", "eos", "pad", "unk"} -> id, or None if the model has none. BOS is EOS, see above."""
     trainer = proto.trainer_spec
     pad = trainer.unk_id if trainer.pad_id < 0 else trainer.pad_id
     ids = {"bos": trainer.eos_id, "eos": trainer.eos_id, "pad": pad, "unk": trainer.unk_id}
@@ -68,7 +68,7 @@ def tokenizer_json(proto):
 
 
 def content_of(added, normalizer, pre_tokenizer, decoder, model):
-    """``tokenizer_json`` of its parts; added: (id, text, whether it is special) of tokens besides the model's."""
+    """Assemble ``tokenizer_json``. added: (id, text, whether it is special) of tokens besides the model's."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {
         "version": "1.0",
@@ -108,7 +108,7 @@ def config_with(tokens, max_length):
 
 
 def named_ids(directory):
-    """{"bos", "eos", "pad"} -> id, or None, by the special tokens that the files of another tokenizer name."""
+    """Return {"bos", "eos", "pad"} -> id, or None, for the special tokens named in the files of another tokenizer."""
     tokenizer, config = (read_json(directory / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
     texts = {name: config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
@@ -148,7 +148,7 @@ def bpe_model(vocabulary, merges, unknown=None, byte_fallback=False, ignore_merg
 
 
 def merges(proto):
-    """Every split of a normal piece into two; the pair whose result has the highest score is merged first."""
+    """Return every split of a normal piece into two. The pair whose result has the highest score is merged first."""
     ids = {piece.piece: index for index, piece in enumerate(proto.pieces) if piece.type == NORMAL}
     ranked = []
     for text, index in ids.items():
@@ -160,7 +160,7 @@ def merges(proto):
 
 
 def unigram(proto):
-    """Control pieces get a score below that of their letters: SentencePiece never finds them in a text."""
+    """Return a unigram model whose control pieces score below their letters, as SentencePiece never finds them."""
     lowest = min(piece.score for piece in proto.pieces)
 
     def score(piece):
@@ -181,7 +181,7 @@ def normalizers(proto):
     steps = []
     if spec.precompiled_charsmap:
         charsmap = base64.b64encode(spec.precompiled_charsmap).decode("ascii")
-        # Precompiled treats a letter with several marks otherwise than SentencePiece; after NFC there are hardly any.
+        # Precompiled treats letters with several marks unlike SentencePiece; after NFC there are hardly any.
         compose = [{"type": "NFC"}] if "nfkc" in spec.name else []
         steps += [*compose, {"type": "Precompiled", "precompiled_charsmap": charsmap}, *compose]
     if spec.remove_extra_whitespaces:

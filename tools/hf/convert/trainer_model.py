@@ -19,10 +19,10 @@ from tools.hf.convert.import_config import model_config, read_config
 
 
 def load(arguments, attention_backend="auto"):
-    """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
+    """Return (model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
     if not os.path.isdir(directory):
-        remedy = "give a run, a step or an export, or import a model of the hub by tools/import_hf.py first"
+        remedy = "give a run, a step or an export, or import a model of the hub with tools/import_hf.py first"
         raise ConfigError([f"--model {directory}: no such directory; {remedy}"])
     values = read_config(directory) if os.path.exists(directory / "config.json") else {}
     if "model_type" in values:

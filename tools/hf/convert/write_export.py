@@ -1,4 +1,4 @@
-"""Every file of an export is written here: configuration, tokenizer, remote code, weights and model card."""
+"""Writes every file of an export: configuration, tokenizer, remote code, weights and model card."""
 
 import shutil
 from itertools import islice
@@ -41,7 +41,7 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
             special = restore(directory, source, imported["token_ids"], special)
     write_json(directory / "config.json", hugging_face_config(config.model, length, dtype, special, stock))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
-    if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time
+    if ids["pad_token_id"] is None:  # otherwise generate() uses EOS and prints a warning every time
         eos = ids["eos_token_id"]
         ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
@@ -59,7 +59,7 @@ def is_ours(model):
 
 
 def tokenizer_of_data(step):
-    """Path of the tokenizer that the data of ``step`` were made with; None if it has none, or only its source's."""
+    """Return the path of the tokenizer that made the data of ``step``; None if it has none, or only its source's."""
     path = next(iter(tokenizer_files(step)), None)
     of_source = path and path.name != TOKENIZER_FILES[0] and read_json(step / "state.json")["step"] == 0
     return None if of_source else path
@@ -109,7 +109,7 @@ def hugging_face_config(model, length, dtype, special, stock=None):
         "initializer_range": INIT_STD,
         "use_cache": True,
         **{f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")},
-        **({"tokenizer_class": CLASS} if special else {}),  # transformers 4.46 chooses its tokenizer by it
+        **({"tokenizer_class": CLASS} if special else {}),  # transformers 4.46 chooses the tokenizer by it
         "torch_dtype": str(dtype).removeprefix("torch."),  # understood by every version
     }
 

@@ -14,20 +14,20 @@ The keys are those of ``LlamaConfig`` and these:
     routing_unit             head; key_value_group: all heads of a key/value head are selected together; head_in_group:
                              as many heads are shared, and as many selected, in every group of heads that share a
                              key/value head, the shared ones first in the group
-    routed_keys              all; selected: a routed head sees, and keeps, the tokens only that select it
+    routed_keys              all; selected: a routed head sees, and keeps, only the tokens that select it
     routed_positions         text; head: the position of a token in a routed head is the number of earlier tokens that
                              use the head, for routed_keys selected
-    query_dim                where the caches of an engine need heads wider than the model's, for routed_keys selected:
-                             the model's; head_dim is then that of the caches
-    attention                heads; latent: keys and values of all heads are made of one vector of a token, of
-                             kv_lora_rank features, and qk_rope_head_dim features that turn stand beside the head_dim
+    query_dim                the model's head dimension, if an engine's caches need wider heads for routed_keys
+                             selected; head_dim is then that of the caches
+    attention                heads; latent: keys and values of all heads are computed from one vector per token, with
+                             kv_lora_rank features, and qk_rope_head_dim rotated features are added to the head_dim
                              others (arXiv 2405.04434). q_lora_rank: features of the vector of queries; null: none
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
     element_gates            a gate for each feature of each head, 2 sigmoid(g_proj x); for head_selection all
     post_norm                norms after attention and MLP instead of before them
     head_dims                one number per head of a layer, in all layers: its width; head_dim is then the widest
-    layer_heads              one number per layer: its query heads, where they differ. num_attention_heads and
-                             num_key_value_heads are then those of the layer with most; as many share keys in each
+    layer_heads              one number per layer: its query heads, if they differ. num_attention_heads and
+                             num_key_value_heads are then the largest; equally many heads share a key in each layer
     layer_positions          one kind per layer: rotary; cope, positions that queries count (arXiv 2405.18719); none;
                              or in all layers learned, a table added to the embedding
     cope_max_position        the largest position that is counted
@@ -35,11 +35,11 @@ The keys are those of ``LlamaConfig`` and these:
     load_balance_bias_rate   select by a bias too, of this size for each of the router's bias_steps; 0: no bias
     routing_top_p            use the fewest routed heads whose probabilities add up to this, at most K; null: always K
     layer_windows            one number per layer: W, token i sees the keys i - W + 1 to i; 0: all before it. Left out
-                             where sliding_window and layer_types, as of other models, say the same
+                             if sliding_window and layer_types, as in other models, say the same
 
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
-``partial_rotary_factor`` in ``rope_parameters`` is the share of a head's features, its first ones, that turn.
+``partial_rotary_factor`` in ``rope_parameters`` is the share of a head's features, the first ones, that are rotated.
 modeling_moh.py describes ``output_router_gates`` and ``balance_loss_weight``. ``load_balance_coefficient`` is the
 weight that the balance loss had in the trainer, for tools/import_hf.py; nothing here reads it.
 """
@@ -62,12 +62,12 @@ ROPE_KEYS = {  # fields of ``Rotary`` in moh_rotary.py -> keys of ``rope_paramet
     "high_freq_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
-YARN_KEYS = {  # of transformers' yarn -> what is computed here
+YARN_KEYS = {  # keys of transformers' yarn -> supported values
     "beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None, "mscale": None, "mscale_all_dim": None,
 }  # fmt: skip
 
 
-DEFAULTS = {  # of the keys that are kept as they are
+DEFAULTS = {  # defaults of keys that are kept unchanged
     "vocab_size": 65536,
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -160,7 +160,7 @@ class MoHLlamaConfig(PretrainedConfig):
         of_type = {"sliding_attention": sliding_window or 0, "full_attention": 0}
         kinds = layer_types or ["sliding_attention"] * self.num_hidden_layers
         self.layer_windows = list(layer_windows or [of_type[kind] for kind in kinds])
-        if any(self.layer_windows):  # read by caches, and by vLLM
+        if any(self.layer_windows):  # caches and vLLM read it
             self.sliding_window = max(self.layer_windows)
             self.layer_types = ["sliding_attention" if width else "full_attention" for width in self.layer_windows]
 
@@ -186,7 +186,7 @@ class MoHLlamaConfig(PretrainedConfig):
         super().__init__(**{**absent, **kwargs})
 
     def __setattr__(self, key, value):
-        """``rope_theta`` and ``rope_parameters`` stay one: from_pretrained(DIR, rope_theta=X) sets either of them."""
+        """Keep ``rope_theta`` and ``rope_parameters`` equal: from_pretrained(DIR, rope_theta=X) sets either of them."""
         if key == "rope_parameters" and hasattr(self, "rope_theta"):
             value = {"rope_type": "default", "rope_theta": self.rope_theta, **value}
             check_rope(value)
@@ -197,7 +197,7 @@ class MoHLlamaConfig(PretrainedConfig):
 
     @property
     def turning_dim(self):
-        """Features of a query beside the head_dim others."""
+        """The rotated features of a query, besides the head_dim others."""
         return self.qk_rope_head_dim if self.attention == "latent" else 0
 
     @property
@@ -206,16 +206,16 @@ class MoHLlamaConfig(PretrainedConfig):
 
     @property
     def heads_per_expert(self):
-        """Heads that a router selects together."""
+        """The number of heads that a router selects together."""
         return self.queries_per_key if self.routing_unit == "key_value_group" else 1
 
     def competing_groups(self, layer):
-        """Groups of heads in each of which those of ``layer`` compete; 1: all compete."""
+        """Return the number of groups in which the heads of ``layer`` compete; 1: all compete."""
         in_groups = self.head_selection == "mixture" and self.routing_unit == "head_in_group"
         return self.layer_heads[layer] // self.queries_per_key if in_groups else 1
 
     def check(self):
-        """Raises ValueError for what the model cannot compute."""
+        """Raise ValueError for what the model cannot compute."""
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
             raise ValueError("moh_llama has SiLU and no biases: hidden_act, attention_bias and mlp_bias say otherwise")
         for key in (key for key, default in DEFAULTS.items() if isinstance(default, bool)):
@@ -258,11 +258,11 @@ class MoHLlamaConfig(PretrainedConfig):
         shared_by = self.num_attention_heads // self.num_key_value_heads
         if self.query_dim not in (self.head_dim, *range(1, self.head_dim - shared_by + 1)):
             raise ValueError(
-                f"query_dim {self.query_dim}: head_dim {self.head_dim} must be {shared_by} above it at least"
+                f"query_dim {self.query_dim}: head_dim {self.head_dim} must be at least {shared_by} above it"
             )
         if not 0 <= self.gate_width <= self.hidden_size:
             raise ValueError(f"gate_width {self.gate_width}: must be between 0, for all, and {self.hidden_size}")
-        competing = FORMS[self.routing].has_types  # otherwise scores do not say how sure the router is
+        competing = FORMS[self.routing].has_types  # otherwise scores do not show how certain the router is
         if self.routing_top_p is not None and not (0 < self.routing_top_p <= 1 and competing):
             raise ValueError(
                 f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
@@ -322,7 +322,7 @@ class MoHLlamaConfig(PretrainedConfig):
 
 
 def check_rope(rope):
-    """Raises ValueError if ``rope_parameters`` ask for what is not computed here."""
+    """Raise ValueError if ``rope_parameters`` request something that is not supported here."""
     rope_type = rope["rope_type"]
     if rope_type not in NEEDS:
         raise ValueError(f"rope_type {rope_type!r}: must be one of {', '.join(NEEDS)}")

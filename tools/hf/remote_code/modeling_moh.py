@@ -6,13 +6,13 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
 moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py selects heads and has the
 balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py the rotary embedding, moh_positions.py the
-masks, moh_layer.py the blocks, moh_own_keys.py the heads that keep their own tokens. moh_gates.py and moh_rotary.py are
-files of the trainer.
+masks, moh_layer.py the blocks, moh_own_keys.py the heads that keep only their own tokens. moh_gates.py and
+moh_rotary.py are files of the trainer.
 
 Each of these arguments adds to the outputs; the first can be set in the configuration too:
 
     output_router_gates   router_gates, the g_i of every layer in fp32 [b, s, h], and router_selections, the heads that
-                          a token uses, bool [b, s, h]: a gate can underflow to 0 and its head be selected all the same
+                          a token uses, bool [b, s, h]: the gate of a selected head can underflow to 0
     output_router_logits  router_logits, the scores of the routed heads [b, s, E] of every layer that has some, and
                           aux_loss, their load-balance loss L_b, the mean over the sequences and the layers
 
@@ -57,7 +57,7 @@ from .moh_router import MoHLlamaRouter, load_balance_loss
 
 CACHE_FIELDS = {"cache", "past_key_values"}  # the names since transformers 5.24, and before
 (CACHE,) = CACHE_FIELDS & {*BaseModelOutputWithPast.__dataclass_fields__}
-CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
+CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # new versions have config, with its windows
 
 
 class MoHLlamaPreTrainedModel(PreTrainedModel):
@@ -67,9 +67,9 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = [*CACHE_FIELDS]
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _supports_flash_attn = _supports_flex_attn = create_causal_mask is not None  # which makes the masks that they take
+    _supports_flash_attn = _supports_flex_attn = create_causal_mask is not None  # it makes the masks that they accept
     _supports_attention_backend = True
-    _supports_cache_class = True  # read by transformers before 4.57, as the next one
+    _supports_cache_class = True  # transformers before 4.57 reads it, and the next one
     _supports_static_cache = True
     _can_compile_fullgraph = True
 
@@ -107,16 +107,16 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        config.check()  # from_pretrained(DIR, KEY=VALUE) sets attributes of one that is made
+        config.check()  # from_pretrained(DIR, KEY=VALUE) sets attributes of an existing configuration
         if config._attn_implementation == "vllm" and len({*config.layer_windows} - {0}) > 1:
             raise ValueError(f"layer_windows {config.layer_windows}: vLLM has one window for all layers that have one")
         self.check_positions()
         if config._attn_implementation == "vllm" and len({*config.layer_heads}) > 1:
-            raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in every layer; use transformers")
+            raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in each layer; use transformers")
         if config._attn_implementation == "vllm" and attention_kind(config).projects:
             raise ValueError("attention latent, head_dims: vLLM keeps heads of one width; use transformers")
         self.config_of_masks = None
-        if "cope" in config.layer_positions:  # its layers need to know what is seen
+        if "cope" in config.layer_positions:  # its layers need masks
             self.config_of_masks = copy.copy(config)
             self.config_of_masks._attn_implementation = "eager"
         marked = config.head_selection == "mixture" and config.routed_keys == "selected"
@@ -135,11 +135,11 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.rotary_emb = MoHLlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
-        if config._attn_implementation == "vllm":  # which gives every parameter the dtype of the model
+        if config._attn_implementation == "vllm":  # vLLM gives every parameter the dtype of the model
             self._keep_in_fp32_modules_strict = {"bias_steps"}
 
     def check_positions(self):
-        """``set_attn_implementation`` can choose another after the model is made."""
+        """Refuse what cannot count positions; ``set_attn_implementation`` can choose it after the model is made."""
         given = self.config._attn_implementation
         if "cope" in self.config.layer_positions and given not in ("eager", "sdpa"):
             raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
@@ -151,7 +151,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.embed_tokens = value
 
     def masks(self, hidden_states, attention_mask, cache, cache_position, position_ids):
-        """{window: the mask of layers with that window}. attention_mask: the mask of the padding, or finished masks."""
+        """Return {window: the mask of layers with that window}. attention_mask: the padding mask, or finished masks."""
         windows = {*self.config.layer_windows}
         if not isinstance(attention_mask, dict):
             seen = self.config_of_masks or self.config, hidden_states, attention_mask, cache, cache_position
@@ -159,14 +159,14 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         if windows == {*attention_mask}:
             return attention_mask
         kinds = {window: "sliding_attention" if window else "full_attention" for window in windows}
-        return {window: attention_mask[kind] for window, kind in kinds.items()}  # of continuous batching
+        return {window: attention_mask[kind] for window, kind in kinds.items()}  # masks of continuous batching
 
     def keep_own_keys(self, cache, attention_mask, output_attentions):
-        """Have the layers of a cache that is empty keep what heads use only, but where attention weights are asked
-        for."""
+        """Make the layers of an empty cache keep only the tokens that heads use, unless attention weights are
+        requested."""
         layers = getattr(cache, "layers", None) or []
         if output_attentions and any(isinstance(cached, OwnKeysLayer) for cached in layers):
-            raise ValueError("output_attentions: the cache has left out keys; give it from the first token on")
+            raise ValueError("output_attentions: the cache has left out keys; request them from the first token on")
         marked = [cached for cached, layer in zip(layers, self.layers, strict=False) if layer.self_attn.own_keys]
         if any(isinstance(cached, QuantizedLayer) for cached in marked):
             raise ValueError("routed_keys selected: a quantized cache cannot keep its marks; choose another cache")
@@ -188,7 +188,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         use_cache=None, output_attentions=None, output_hidden_states=None, output_router_gates=None,
         output_router_logits=False, return_dict=None, cache_position=None, cache=None, **kwargs,
     ):  # fmt: skip
-        """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
+        """Map input_ids [b, s] or inputs_embeds [b, s, d] to the last state [b, s, d], cache and requested outputs."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if past_key_values is not None and cache is not None:
@@ -212,7 +212,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             cache_position = torch.arange(x.shape[1], device=x.device) + past
         if position_ids is None:
             position_ids = cache_position.unsqueeze(0)
-        first_stage = not isinstance(self.layers[0], nn.Identity)  # vLLM has one for each layer of other stages
+        first_stage = not isinstance(self.layers[0], nn.Identity)  # vLLM has an Identity for each layer of other stages
         if self.embed_positions is not None and first_stage:
             x = x + self.embed_positions(position_ids)
         present = None
@@ -225,7 +225,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
         output_details = output_attentions or output_router_gates or output_router_logits
         states, details = [], []
-        for layer, window in zip(self.layers, config.layer_windows, strict=False):  # vLLM leaves a stage's layers only
+        for layer, window in zip(self.layers, config.layer_windows, strict=False):  # vLLM keeps only a stage's layers
             states.append(x)
             x = layer(
                 x,
@@ -260,7 +260,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
 
 class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
-    """The language model. ``labels`` gives the cross-entropy of the next token, see also ``balance_loss_weight``."""
+    """The language model. With ``labels`` it returns the loss of the next token; see also ``balance_loss_weight``."""
 
     # transformers 5 reads the mapping, transformers 4 the keys.
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -291,14 +291,14 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         return self.model.masks(states, attention_mask, cache, cache_position, position_ids)
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Raises ValueError if the paged cache, which has one shape for all layers, cannot keep those of this model."""
+        """Raise ValueError if the paged cache, which has one shape for all layers, does not fit this model."""
         config, problem = self.config, None
         if any(layer.self_attn.own_keys for layer in self.model.layers):
             problem = "routed_keys selected: continuous batching has no room for the marks of keys"
         elif config.attention == "latent":
             problem = "attention latent: continuous batching keeps keys and values of heads"
         elif len({*config.layer_heads}) > 1:
-            problem = f"layer_heads {config.layer_heads}: continuous batching needs as many in every layer"
+            problem = f"layer_heads {config.layer_heads}: continuous batching needs the same number in every layer"
         elif len({*config.layer_windows} - {0}) > 1:
             problem = f"layer_windows {config.layer_windows}: continuous batching has one window"
         if problem:
@@ -310,7 +310,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         labels=None, use_cache=None, logits_to_keep=0, num_logits_to_keep=None, return_dict=None, cache=None,
         output_router_logits=False, **kwargs,
     ):  # fmt: skip
-        """input_ids [b, s] -> logits [b, s, vocab]; ``logits_to_keep``: only of so many last tokens, or these indices.
+        """Map input_ids [b, s] to logits [b, s, vocab]. logits_to_keep: how many last tokens, or which indices.
 
         ``num_logits_to_keep`` is the name of ``logits_to_keep`` in transformers 4.46 and 4.47.
         """
@@ -349,19 +349,19 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 
 
 def of_padding(attention_mask):
-    """The mask if it is one of the padding, [b, k], or None."""
+    """Return the mask if it is a padding mask, [b, k], or None."""
     is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
     return attention_mask if is_padding else None
 
 
 def share_of_batch(labels, num_items_in_batch=None, **kwargs):
-    """Of the tokens over which Trainer's gradient accumulation takes the mean, the share that is here."""
+    """Return this batch's share of the tokens over which Trainer's gradient accumulation takes the mean."""
     return 1 if num_items_in_batch is None else (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
 class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
-    """A label for each sequence, from the state of its last token. ``labels`` gives the mean over the sequences, see
-    also ``balance_loss_weight``."""
+    """Predicts a label for each sequence from the state of its last token. With ``labels`` it returns the mean loss;
+    see also ``balance_loss_weight``."""
 
     accepts_loss_kwargs = False  # Trainer takes the mean over micro-batches and ranks
 
@@ -373,7 +373,7 @@ class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, return_dict=None, **kwargs):
-        """input_ids [b, s] -> logits [b, num_labels]. The last token is the last one of the mask, or before padding."""
+        """Map input_ids [b, s] to logits [b, num_labels], from the last token in the mask, or before padding."""
         balanced = labels is not None and self.config.balance_loss_weight != 0
         kwargs["output_router_logits"] = kwargs.get("output_router_logits") or balanced
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
@@ -402,7 +402,7 @@ class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
         return outputs.to_tuple() if return_dict is False else outputs
 
 
-# Trainer's label smoothing shifts the labels of the classes only that it finds here.
+# Trainer's label smoothing shifts labels only for the classes that it finds here.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("moh_llama", "MoHLlamaForCausalLM")
 
 # Then save_pretrained writes these files beside the weights in every version; transformers 4.46 does not by itself.

@@ -10,14 +10,14 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 
-from .moh_gates import FORMS  # noqa: F401 - diffusers fetches no file that is imported elsewhere only
+from .moh_gates import FORMS  # noqa: F401 - diffusers only fetches files that are imported here
 from .moh_router import image_router
 
-FREQUENCIES = 128  # of a step
+FREQUENCIES = 128  # frequencies of a step
 
 
 def angles(numbers, count):
-    """numbers [n] times frequencies from 1 down to almost 1/10000: float64 [n, count]."""
+    """Return numbers [n] times frequencies from 1 down to almost 1/10000, float64 [n, count]."""
     frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64, device=numbers.device) / count)
     return numbers.double()[:, None] * frequencies
 
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class MoHDiTModel(ModelMixin, ConfigMixin):
-    """Lists have a number for each layer."""
+    """The model. Arguments that are lists have a number for each layer."""
 
     _no_split_modules = ["Block"]
 
@@ -84,7 +84,7 @@ class MoHDiTModel(ModelMixin, ConfigMixin):
         )
 
     def forward(self, hidden_states, timestep, class_labels):
-        """Images [b, c, H, W], steps and classes, int64 [b], num_classes for none -> noise and range [b, 2c, H, W]."""
+        """Map images [b, c, H, W], steps and classes, int64 [b], to noise and range [b, 2c, H, W]."""
         proj, p = self.x_embedder["proj"], self.config.patch_size
         patches = proj(hidden_states.to(proj.weight.dtype))
         side, dtype = patches.shape[-1], patches.dtype
@@ -99,7 +99,7 @@ class MoHDiTModel(ModelMixin, ConfigMixin):
         return x.unflatten(1, (side, side)).permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
     def positions(self, side, device):
-        """Waves of the columns, then of the rows of patches: float64 [s, d]."""
+        """Return waves of the columns, then of the rows of patches, float64 [s, d]."""
         turned = angles(torch.arange(side, device=device), self.config.hidden_size // 4)
         waves = torch.cat((turned.sin(), turned.cos()), dim=-1)
         return torch.cat((waves.repeat(side, 1), waves.repeat_interleave(side, 0)), dim=-1)

@@ -1,10 +1,9 @@
 """MoH-ViT as remote code for transformers: TransNeXt (arXiv 2311.17132) with the gates of moh_gates.py.
 
-Queries and keys of a head have unit length, a query gets a learned vector and a learned temperature. Stages with
-``sr_ratio`` 1 attend to all tokens. In the others a query at pixel p attends, under one softmax, to the 3 x 3 tokens
-around p that lie in the image and to the tokens of a pooled image. The neighbours' values also get weights that the
-query reads off learned vectors, after the softmax. Pooled keys have a bias by their distance from the query, from a
-small network.
+Queries and keys of a head have unit length. A query gets a learned vector and a learned temperature. Stages with
+``sr_ratio`` 1 attend to all tokens. In the others, a query at pixel p attends, under one softmax, to the 3 x 3 tokens
+around p that lie in the image and to the tokens of a pooled image. After the softmax, the query's products with learned
+vectors are added to the neighbours' weights. A small network gives pooled keys a bias that depends on their distance.
 
 Shapes: b images, s tokens, d width, h heads, e features of a head, k pooled tokens.
 """
@@ -19,11 +18,11 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from .moh_router import image_router
 
 WINDOW = 3
-HIDDEN = 512  # of the network that makes a bias of a distance
+HIDDEN = 512  # width of the network from distances to biases
 
 
 class MoHViTConfig(PretrainedConfig):
-    """Tuples have a number for each stage, but heads that are shared or active one for each layer."""
+    """Tuples have a number for each stage, except shared and active heads, which have one for each layer."""
 
     model_type = "moh_vit"
 
@@ -41,8 +40,8 @@ class MoHViTConfig(PretrainedConfig):
 
 
 def axis_distances(side, cells):
-    """Distances along an axis of ``side`` tokens from the middles of ``cells``, on a logarithmic scale: those that
-    occur [n], and which of them each is [side, cells]. Lists: a tensor that is kept would be of the mode it is made in.
+    """Return the distinct distances along an axis of ``side`` tokens from the middles of ``cells``, on a logarithmic
+    scale [n], and the index of each [side, cells]. They are lists, since tensors would keep the mode of their creation.
     """
     cell = np.arange(cells)
     middles = (cell * side // cells + -(-(cell + 1) * side // cells) - 1) / 2
@@ -52,7 +51,7 @@ def axis_distances(side, cells):
 
 
 def inside(side, device):
-    """Which of its neighbours a token has, bool [s, 9]."""
+    """Return which neighbours of each token lie in the image, bool [s, 9]."""
     ones = torch.ones(1, 1, side, side, device=device)
     return F.unfold(ones, WINDOW, padding=WINDOW // 2)[0].T > 0
 
@@ -87,15 +86,15 @@ class Attention(nn.Module):
         return self.proj(out.flatten(2))
 
     def split(self, x, parts):
-        """[b, s, parts * d] -> ``parts`` times [b, h, s, e]."""
+        """Split [b, s, parts * d] into ``parts`` tensors [b, h, s, e]."""
         return x.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
     def scaled(self, q, keys):
-        """Queries of unit length as they meet the keys, of which there are so many."""
+        """Add the learned vector to unit-length queries, and scale them for this number of keys."""
         return (q + self.query_embedding) * F.softplus(self.temperature) * keys.log().to(q.dtype)
 
     def bias(self, x):
-        """Of pooled tokens, or all, by their distances: [h, s, k]."""
+        """Return the biases of pooled tokens, or of all, by their distances: [h, s, k]."""
         scaled, rows = self.distances
         scaled, rows = torch.tensor(scaled, dtype=x.dtype, device=x.device), torch.tensor(rows, device=x.device)
         found = self.cpb_fc2(F.relu(self.cpb_fc1(torch.cartesian_prod(scaled, scaled))))
@@ -124,7 +123,7 @@ class Attention(nn.Module):
         return (near.unsqueeze(-2) @ near_v).squeeze(-2) + far @ far_v
 
     def neighbours(self, x):
-        """[b, h, s, e] -> the tokens around each, 0 outside the image: [b, h, s, 9, e]."""
+        """Map [b, h, s, e] to the tokens around each one, 0 outside the image, [b, h, s, 9, e]."""
         image = x.permute(0, 1, 3, 2).reshape(len(x), -1, self.side, self.side)
         found = F.unfold(image, WINDOW, padding=WINDOW // 2)
         return found.view(len(x), self.heads, -1, WINDOW**2, self.side**2).permute(0, 1, 4, 3, 2)
@@ -194,7 +193,7 @@ class MoHViTForImageClassification(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Of a new head, for other classes than those of the export, from which all other weights are."""
+        """Initialise a new head, for classes other than the export's; all other weights come from the export."""
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)

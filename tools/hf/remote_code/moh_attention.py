@@ -1,7 +1,7 @@
 """The attention of an exported model, whose heads are weighted by gates (Eq. 4), in its three kinds.
 
-``MoHLlamaAttention`` is the common one. ``MoHLlamaLatentAttention`` has keys and values of a latent, and
-``MoHLlamaUnevenAttention`` heads of several widths. Names of attributes and the form of ``forward`` follow the
+``MoHLlamaAttention`` is the common one. ``MoHLlamaLatentAttention`` computes keys and values from a latent, and
+``MoHLlamaUnevenAttention`` has heads of several widths. Names of attributes and the form of ``forward`` follow the
 transformers interface, which vLLM's Transformers backend reads.
 
 Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size.
@@ -35,7 +35,7 @@ except ImportError:  # transformers before 4.48
 
 
 def repeat_key_value(x, groups):
-    """One key or value head per query head: [b, h / groups, k, head_dim] -> [b, h, k, head_dim]."""
+    """Repeat keys or values for each query head: [b, h / groups, k, head_dim] -> [b, h, k, head_dim]."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
@@ -51,7 +51,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
-    """The same through torch's scaled_dot_product_attention, for transformers that have no attention interface."""
+    """Do the same with torch's scaled_dot_product_attention, for transformers without an attention interface."""
     key = repeat_key_value(key, module.num_key_value_groups)
     value = repeat_key_value(value, module.num_key_value_groups)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
@@ -59,7 +59,7 @@ def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, *
 
 
 def local_heads(gates, num_local):
-    """The gates of this rank's heads: [b, s, h] -> [b, s, num_local], fewer under tensor parallelism."""
+    """Return the gates of this rank's heads: [b, s, h] -> [b, s, num_local], fewer under tensor parallelism."""
     ranks = gates.shape[-1] // num_local
     if ranks == 1:
         return gates
@@ -69,7 +69,7 @@ def local_heads(gates, num_local):
 
 
 def refuse_gradient(gradient):
-    """A rank would have the gradient of its own heads only, and routers would drift apart."""
+    """Raise an error, since a rank would only have the gradient of its own heads, and routers would drift apart."""
     raise NotImplementedError("gates have no gradient with tensor parallelism: train without it")
 
 
@@ -80,7 +80,7 @@ if not ALL_ATTENTION_FUNCTIONS:
 class MoHLlamaContextualPositions(nn.Module):
     """Contextual position encoding, CoPE (arXiv 2405.18719).
 
-    Key j counts sigmoid(q_i k_j) for query i. Its position p is the sum of what the keys from j to i count, at most P.
+    Key j counts sigmoid(q_i k_j) for query i. Its position p is the sum of the counts of keys j to i, at most P.
     q_i e[p] is added to its score, where e is a table of each head, interpolated between whole positions.
     """
 
@@ -90,7 +90,7 @@ class MoHLlamaContextualPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads, self.most + 1, config.head_dim))
 
     def forward(self, query, key, attention_mask):
-        """What is added to the scores, [b, h, s, k]. attention_mask [b, 1, s, k]: true, or 0, for what is seen."""
+        """Return values to add to scores, [b, h, s, k]. attention_mask: [b, 1, s, k], true or 0 for visible keys."""
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         wide = torch.promote_types(query.dtype, torch.float32)
         key = repeat_key_value(key, query.shape[1] // key.shape[1])
@@ -105,7 +105,7 @@ class MoHLlamaContextualPositions(nn.Module):
 
 class MoHLlamaAttention(nn.Module):
     """Self-attention whose heads are weighted by gates, Eq. 4. projects: whether a class makes queries, keys and values
-    by a ``project`` and an ``expand`` of its own, which vLLM cannot run."""
+    with its own ``project`` and ``expand``, which vLLM cannot run."""
 
     projects = False
 
@@ -118,7 +118,7 @@ class MoHLlamaAttention(nn.Module):
         self.scaling = (self.head_dim + config.turning_dim) ** -0.5
         self.attention_dropout = 0.0
         self.is_causal = True
-        self.sliding_window = config.layer_windows[layer_idx] or None  # read by flash attention, which has no mask
+        self.sliding_window = config.layer_windows[layer_idx] or None  # flash attention reads it, since it has no mask
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
         self.make_projections(config)
@@ -150,11 +150,11 @@ class MoHLlamaAttention(nn.Module):
         )
 
     def joined(self, output):
-        """[b, s, h, head_dim] -> what the output projection takes."""
+        """Map [b, s, h, head_dim] to the input of the output projection."""
         return output.flatten(2)
 
     def route(self, hidden_states, query):
-        """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
+        """Return the results of ``MoHLlamaRouter``. query: [b, s, h, head_dim], before norm and rotary."""
         if self.router is None:
             always_on = torch.arange(self.num_heads, device=query.device) < self.num_shared + self.num_active
             selected = always_on.expand(*query.shape[:-2], self.num_heads)
@@ -166,7 +166,7 @@ class MoHLlamaAttention(nn.Module):
         return self.router(query)
 
     def turned(self, query, key, positions):
-        """query [b, h, s, e] and key [b, h / r, k, e] at positions [b, h / r, k], whose last s are the queries'."""
+        """Rotate query [b, h, s, e] and key [b, h / r, k, e]. positions: [b, h / r, k], the last s for queries."""
         asked = positions[..., -query.shape[2] :].repeat_interleave(self.num_key_value_groups, 1)
         pairs = (query, asked), (key, positions)
         return (self.rotary.apply_rotary(x, rotary_table(self.rotary, x, places)) for x, places in pairs)
@@ -179,7 +179,7 @@ class MoHLlamaAttention(nn.Module):
         if self.projects:
             queries, query, key, value = self.project(hidden_states, position_embeddings, position_ids)
         else:
-            # vLLM fuses the three where their names are not assigned again. Then ranks can share a key/value head.
+            # vLLM fuses the three if their names are not assigned again. Then ranks can share a key/value head.
             queries = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
             keys = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
             values = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
@@ -197,7 +197,7 @@ class MoHLlamaAttention(nn.Module):
             used = used & present.unsqueeze(1)
         static, num_keys = isinstance(layer, OwnKeysStaticLayer), key.shape[1]
         steps = static and query.shape[2] == 1 and self.config._attn_implementation == "sdpa"
-        if self.own_positions and layer is not None:  # which keeps keys at their positions
+        if self.own_positions and layer is not None:  # the cache keeps rotated keys
             query, key = self.turned(query, key, layer.positions(used[:, :: self.num_key_value_groups]))
         if static:
             more["used"] = used
@@ -243,8 +243,8 @@ class MoHLlamaAttention(nn.Module):
 
 
 class MoHLlamaLatentAttention(MoHLlamaAttention):
-    """Keys and values of all heads are made of one latent of a token and one key that turns (arXiv 2405.04434), which
-    are all that a cache keeps. In the weights of queries the features that turn are the last, in here the first."""
+    """Computes keys and values of all heads from one latent per token and one rotated key (arXiv 2405.04434). A cache
+    keeps only these two. The rotated features of queries are the last in the weights, but the first in here."""
 
     projects = True
 
@@ -262,8 +262,8 @@ class MoHLlamaLatentAttention(MoHLlamaAttention):
         self.kv_b_proj = nn.Linear(self.latent_dim, 2 * self.num_heads * self.head_dim, bias=False)
 
     def project(self, hidden_states, position_embeddings, position_ids):
-        """Queries [b, s, h, t + e]; at their positions [b, h, s, t + e]; the key that turns [b, 1, s, t]; the latent
-        [b, 1, s, r]."""
+        """Return queries [b, s, h, t + e], rotated queries [b, h, s, t + e], the rotated key [b, 1, s, t] and the
+        latent [b, 1, s, r]."""
         if self.config.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
         else:
@@ -276,14 +276,14 @@ class MoHLlamaLatentAttention(MoHLlamaAttention):
         return queries, query, key, self.kv_a_layernorm(latent).unsqueeze(1)
 
     def expand(self, key, value):
-        """Keys and values of heads, of what a cache has kept."""
+        """Return the keys and values of heads from the content of a cache."""
         still, value = self.kv_b_proj(value[:, 0]).unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, -1)
         key = torch.cat((key.expand(-1, still.shape[1], -1, -1), still), -1)
         return key, F.pad(value, (0, self.turning_dim))  # kernels have keys and values of one width
 
 
 class MoHLlamaUnevenAttention(MoHLlamaAttention):
-    """Heads of several widths: padded with zeros to the widest, each turned by the angles of its own width."""
+    """Heads of several widths, padded with zeros to the widest, and each rotated by the angles of its own width."""
 
     projects = True
 
@@ -292,7 +292,7 @@ class MoHLlamaUnevenAttention(MoHLlamaAttention):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.hidden_size, size, bias=False) for _ in range(3))
 
     def project(self, hidden_states, position_embeddings, position_ids):
-        """Queries, padded [b, s, h, e]; and queries, keys and values [b, h, s, e] at their positions."""
+        """Return padded queries [b, s, h, e], then rotated queries, rotated keys, and values, [b, h, s, e] each."""
         widths, wide, turns = self.config.head_dims, self.head_dim, {}
         for width in {*widths} if self.rotary is not None else ():
             rotary = rotary_of(self.config, width)
@@ -319,7 +319,7 @@ class MoHLlamaUnevenAttention(MoHLlamaAttention):
 
 
 def attention_kind(config):
-    """The class of the attention layers of a model."""
+    """Return the class of a model's attention layers."""
     if config.head_dims:
         return MoHLlamaUnevenAttention
     return MoHLlamaLatentAttention if config.attention == "latent" else MoHLlamaAttention

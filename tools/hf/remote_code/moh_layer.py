@@ -1,4 +1,4 @@
-"""A block of an exported model: attention and MLP with their norms, recomputed in the backward pass if asked for.
+"""A block of an exported model: attention and MLP with their norms, recomputed in the backward pass on request.
 
 Shapes: b batch, s new tokens, d hidden size.
 """
@@ -54,7 +54,7 @@ class MoHLlamaDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states, output_details=False, **kwargs):
-        """hidden_states [b, s, d] -> [b, s, d]; with details, a tuple of it and what the attention returns besides."""
+        """Map hidden_states [b, s, d] to [b, s, d]; with details, a tuple of it and the attention's other results."""
         if self.post_norm:
             attended, *details = self.self_attn(hidden_states, **kwargs)
             hidden_states = hidden_states + self.post_attention_layernorm(attended)

@@ -1,8 +1,8 @@
-"""Heads that keep their own tokens only (``routed_keys`` selected), in any attention and in caches of transformers.
+"""Heads that keep only their own tokens (``routed_keys`` selected), in any attention and in caches of transformers.
 
-Head i at token t sees the tokens u <= t only that use head i. Keys and queries have a few features more
-(``marked_query``, ``marked_key``), by which any attention and any cache leaves the others out. A dynamic cache keeps
-the keys and values of the heads only that a token uses (``OwnKeysLayer``), a static one those of as many heads as a
+Head i at token t sees only the tokens u <= t that use head i. Keys and queries have a few additional features
+(``marked_query``, ``marked_key``), by which any attention and any cache ignores the other tokens. A dynamic cache keeps
+the keys and values of only the heads that a token uses (``OwnKeysLayer``), a static one those of as many heads as a
 token can use (``OwnKeysStaticLayer``).
 
 Shapes: b batch, s new tokens, k cached and new tokens, h query heads, r of them to a key/value head, e head dimension.
@@ -14,33 +14,33 @@ from transformers import cache_utils
 
 DynamicLayer = getattr(cache_utils, "DynamicLayer", None)  # since transformers 4.54
 StaticLayer = getattr(cache_utils, "StaticLayer", None)
-OldQuantizedLayer = getattr(cache_utils, "QuantizedLayer", ())  # of transformers 4, () if there is none
+OldQuantizedLayer = getattr(cache_utils, "QuantizedLayer", ())  # transformers 4 has it, else ()
 QuantizedLayer = getattr(cache_utils, "BaseQuantizedLayer", OldQuantizedLayer)
 
 
 def room_for_marks(r, e, head_dim):
-    """How many features more queries, keys and values of e have: up to head_dim, if that is above e; else so many that
-    there is one for each of the r query heads of a key, and all are a multiple of 8, which kernels want."""
+    """Return the number of additional features of queries, keys and values of width e: up to head_dim, if that is above
+    e. Otherwise there is one for each of the r query heads of a key, rounded up to a multiple of 8 for kernels."""
     return head_dim - e or r + -(e + r) % 8
 
 
 def computed_dtype(x):
-    """The dtype in which attention takes x: autocast narrows it on the way."""
+    """Return the dtype in which attention reads x, which autocast may narrow."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def marked_query(query, used, r, head_dim):
-    """A query [b, h, s, e] with features by which it sees the keys only that use its head: 1 at its own head's place
+    """Add features to a query [b, h, s, e] by which it sees only keys that use its head: 1 at its own head's place
     among the r query heads of a key, if the token uses it. used: bool [b, h, s]. A head that the token does not use
-    sees all: its gate is 0."""
+    sees all keys: its gate is 0."""
     room = room_for_marks(r, query.shape[-1], head_dim)
     places = torch.eye(r, room, dtype=query.dtype, device=query.device).repeat(query.shape[1] // r, 1)  # [h, room]
     return torch.cat((query, used.unsqueeze(-1) * places.unsqueeze(1)), -1)
 
 
 def marked_key(key, value, used, head_dim):
-    """Key and value [b, h / r, k, e] with these features: in a key 0 for the query heads that the token uses, else a
+    """Add these features to key and value [b, h / r, k, e]: in a key 0 for the query heads that the token uses, else a
     number so low that no probability is left. used: bool [b, h, k]."""
     used = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, k, r]
     room = room_for_marks(used.shape[-1], key.shape[-1], head_dim)
@@ -50,13 +50,13 @@ def marked_key(key, value, used, head_dim):
 
 
 def positions_in_heads(used, before=0):
-    """The position of each token among those that use a head, bool [b, n, k] -> int64 [b, n, k]. before: so many are
-    earlier, [b, n, 1]."""
+    """Return the position of each token among those that use a head, bool [b, n, k] -> int64 [b, n, k]. before: the
+    number of earlier ones, [b, n, 1]."""
     return (before + used.cumsum(-1) - 1).clamp_min(0)
 
 
 class OwnKeysLayer(DynamicLayer or object):
-    """A layer of a dynamic cache that keeps the keys and values of the heads only that a token uses.
+    """A layer of a dynamic cache that keeps the keys and values of only the heads that a token uses.
 
     keys, values: [n, e], of the (token, key/value head) pairs that are kept, ordered by row, head and position. others:
     their positions, int32 [n], and which of the r query heads use them, bool [n, r]. counts: [b, h / r].
@@ -65,11 +65,11 @@ class OwnKeysLayer(DynamicLayer or object):
     cumulative_length, counts = 0, None
 
     def positions(self, used):
-        """``positions_in_heads`` of new tokens: used, bool [b, h / r, s]; heads that share a key are used together."""
+        """Return ``positions_in_heads`` of new tokens. used: bool [b, h / r, s], heads that share a key together."""
         return positions_in_heads(used, 0 if self.counts is None else self.counts.unsqueeze(-1))
 
     def keep(self, key, value, used):
-        """key, value: [b, h / r, s, e]. used: bool [b, h, s]."""
+        """Add new tokens. key, value: [b, h / r, s, e]. used: bool [b, h, s]."""
         members = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
         positions = self.cumulative_length + torch.arange(key.shape[2], dtype=torch.int32, device=key.device)
         positions = positions.expand(key.shape[:3])
@@ -82,9 +82,9 @@ class OwnKeysLayer(DynamicLayer or object):
         self.store(new, slots)
 
     def read(self, length, mask):
-        """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens.
+        """Return keys, values [b, h / r, n, e] and an additive mask [b, h, length, n] for the last ``length`` tokens.
 
-        mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, length, tokens]; None: it is causal.
+        mask: additive or bool mask of all tokens, [b or 1, 1, length, tokens]; None: causal.
         """
         key, value, positions, members = map(self.padded, self.parts())
         last = torch.arange(self.cumulative_length - length, self.cumulative_length, device=key.device)
@@ -103,7 +103,7 @@ class OwnKeysLayer(DynamicLayer or object):
         return self.keys, self.values, *self.others
 
     def store(self, parts, slots):
-        """parts: [b, h / r, n, ...]. slots: bool [b, h / r, n], what is kept of them."""
+        """Store parts, [b, h / r, n, ...]. slots: bool [b, h / r, n], the entries to keep."""
         self.counts = slots.sum(-1)
         self.keys, self.values, *self.others = (part[slots] for part in parts)
 
@@ -112,14 +112,14 @@ class OwnKeysLayer(DynamicLayer or object):
         return torch.arange(most, device=self.counts.device) < self.counts.unsqueeze(-1)
 
     def padded(self, part):
-        """[n, ...] -> [b, h / r, most of a head, ...]"""
+        """Map [n, ...] to [b, h / r, most of a head, ...]."""
         slots = self.slots()
         padded = part.new_zeros(*slots.shape, *part.shape[1:])
         padded[slots] = part
         return padded
 
     def choose(self, rows):
-        """Go on with these rows of the batch."""
+        """Keep these rows of the batch."""
         if self.cumulative_length:
             rows = rows.to(self.counts.device)
             self.store([self.padded(part)[rows] for part in self.parts()], self.slots()[rows])
@@ -131,7 +131,7 @@ class OwnKeysLayer(DynamicLayer or object):
             self.choose(torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(repeats))
 
     def crop(self, length):
-        """Keep ``length`` tokens, or with a negative number leave out so many."""
+        """Keep ``length`` tokens, or remove that many if ``length`` is negative."""
         if length and self.cumulative_length:
             past = self.cumulative_length
             self.cumulative_length = min(past, length) if length > 0 else max(0, past + length)
@@ -145,8 +145,8 @@ class OwnKeysLayer(DynamicLayer or object):
 class OwnKeysStaticLayer(StaticLayer or object):
     """A layer of a static cache that keeps as many key/value heads of a token as a token can use.
 
-    keys, values: [b, kept heads, all tokens, e]: of each token the heads that it uses, in their order, then others that
-    nobody reads. members: of all tokens, which query heads use them, bool [b, h, all tokens].
+    keys, values: [b, kept heads, all tokens, e], for each token the heads that it uses, in their order, then others
+    that are never read. members: which query heads use each token, bool [b, h, all tokens].
     """
 
     members = None
@@ -162,8 +162,8 @@ class OwnKeysStaticLayer(StaticLayer or object):
         return positions_in_heads(used, self.members[:, :: self.members.shape[1] // used.shape[1]].sum(-1, True))
 
     def update(self, key, value, more, **kwargs):
-        """key, value: [b, h / r, s, e]. more: cache_position, the slots of transformers 4, and used, bool [b, h, s].
-        -> the layer's keys and values."""
+        """Add key, value: [b, h / r, s, e]. more: cache_position, the slots of transformers 4, and used, bool [b, h,
+        s]. Returns the layer's keys and values."""
         used, slots = more["used"], more["cache_position"]
         if self.members is None:
             self.members = used.new_zeros(*used.shape[:2], self.max_cache_len)
@@ -190,27 +190,27 @@ class OwnKeysStaticLayer(StaticLayer or object):
 
 
 def can_keep_less(layer, head_dim):
-    """Whether a ``StaticLayer`` is empty and was not made for keys with marks."""
+    """Return whether a ``StaticLayer`` is empty and was not made for keys with marks."""
     begun = getattr(layer, "is_initialized", None)  # transformers before 4.57 have none
     return begun is False or bool(begun) and layer.keys.shape[-1] == head_dim and not layer.get_seq_length()
 
 
 def places_kept(used, num_key_value_heads):
-    """Where an ``OwnKeysStaticLayer`` keeps key/value heads: used, bool [b, h, k] -> [b, h / r, k], anywhere for those
-    that no query head uses."""
+    """Return where an ``OwnKeysStaticLayer`` keeps key/value heads: used, bool [b, h, k] -> [b, h / r, k], arbitrary
+    for those that no query head uses."""
     return (used.unflatten(1, (num_key_value_heads, -1)).any(2).cumsum(1) - 1).clamp_min(0)
 
 
 def unpacked(kept, used, num_key_value_heads):
-    """[b, kept heads, k, e] of an ``OwnKeysStaticLayer`` -> [b, h / r, k, e]"""
+    """Unpack [b, kept heads, k, e] of an ``OwnKeysStaticLayer`` to [b, h / r, k, e]."""
     places = places_kept(used, num_key_value_heads).unsqueeze(-1).clamp_max(kept.shape[1] - 1)  # NaN selects all heads
     return kept.gather(1, places.expand(-1, -1, -1, kept.shape[-1]))
 
 
 def kept_mask(used, num_key_value_heads, num_kept, mask, dtype):
-    """What is to be added to the scores of one token's heads with what is kept: used [b, h, k] -> [b, h, kept, k].
+    """Return the additive mask of one token's heads for the kept keys: used [b, h, k] -> [b, h, kept, k].
 
-    mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, 1, k]; None: all are visible.
+    mask: additive or bool mask of all tokens, [b or 1, 1, 1, k]; None: all are visible.
     """
     places = places_kept(used, num_key_value_heads).repeat_interleave(used.shape[1] // num_key_value_heads, 1)
     visible = used.unsqueeze(2) & (places.unsqueeze(2) == torch.arange(num_kept, device=used.device).unsqueeze(-1))
@@ -223,8 +223,8 @@ def kept_mask(used, num_key_value_heads, num_kept, mask, dtype):
 
 
 def kept_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Attention of one new token to what an ``OwnKeysStaticLayer`` keeps, which is read once: the heads are the rows
-    of two matrix products, which a GPU spreads over the keys.
+    """Attention of one new token to the content of an ``OwnKeysStaticLayer``, which is read once: the heads are rows of
+    two matrix products, which a GPU divides over the keys.
 
     query [b, h, 1, e], key and value [b, kept heads, k, e], attention_mask [b, h, kept heads, k] -> [b, 1, h, e], None
     """
@@ -235,7 +235,7 @@ def kept_attention_forward(module, query, key, value, attention_mask, scaling, *
 
 
 def own_layer(cache, index):
-    """The layer of a cache, if it keeps what heads use only, or None."""
+    """Return the layer of a cache if it keeps only what heads use, or None."""
     layers = getattr(cache, "layers", None) or []
     own = index < len(layers) and isinstance(layers[index], (OwnKeysLayer, OwnKeysStaticLayer))
     return layers[index] if own else None

@@ -1,8 +1,8 @@
-"""Where tokens stand and what they see, in an exported model: rotary positions and causal masks.
+"""The positions of tokens and the keys that they see, in an exported model: rotary positions and causal masks.
 
 moh_rotary.py, the trainer's own file, has the frequencies. transformers makes the masks where it can.
 
-Shapes: b batch, h heads, s tokens, k cached and new tokens, r features of a head that turn.
+Shapes: b batch, h heads, s tokens, k cached and new tokens, r rotated features of a head.
 """
 
 import inspect
@@ -18,13 +18,13 @@ try:
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions
-    COUNT_SLOTS = "cache_position" in MASK_ARGUMENTS  # whether masks and caches are told the slots of new tokens
+    COUNT_SLOTS = "cache_position" in MASK_ARGUMENTS  # whether masks and caches receive the slots of new tokens
 except ImportError:  # transformers before 4.53
     create_causal_mask, COUNT_SLOTS = None, True
 
 
 class MoHLlamaRotaryEmbedding(nn.Module):
-    """cos and sin [b, 1, s, r]. No buffer: transformers 5 leaves one uninitialised when it loads a model."""
+    """Returns cos and sin [b, 1, s, r]. It has no buffer, which transformers 5 would leave uninitialised on loading."""
 
     def __init__(self, config):
         super().__init__()
@@ -35,14 +35,14 @@ class MoHLlamaRotaryEmbedding(nn.Module):
 
 
 def rotary_of(config, width=None):
-    """The ``Rotary`` of heads of this width, by default that of the model's."""
+    """Return the ``Rotary`` of heads of this width, by default the model's."""
     rope, width = config.rope_parameters, width or config.turning_dim or config.query_dim
     settings = {field: rope.get(key) for field, key in ROPE_KEYS.items()}
     return Rotary(int(width * rope.get("partial_rotary_factor", 1.0)), type=rope["rope_type"], **settings)
 
 
 def rotary_table(rotary, x, positions):
-    """cos and sin [b, 1 or h, s, r] at these positions [b, 1 or h, s], in the dtype of x."""
+    """Return cos and sin [b, 1 or h, s, r] at these positions [b, 1 or h, s], in the dtype of x."""
     with torch.autocast(device_type=x.device.type, enabled=False):
         wide = torch.promote_types(x.dtype, torch.float32)
         angles = positions.unsqueeze(-1).to(wide) * inverse_frequencies(rotary, wide, x.device)
@@ -51,7 +51,7 @@ def rotary_table(rotary, x, positions):
 
 
 def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window):
-    """Additive mask [b, 1, s, k]; k is the whole length of a static cache. A mask of that form is left as it is."""
+    """Return an additive mask [b, 1, s, k]; k is the whole length of a static cache. Such a mask is not changed."""
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
     batch, length = hidden_states.shape[:2]
@@ -69,7 +69,7 @@ def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cach
 
 
 def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_position, position_ids, window):
-    """The mask in the form that the attention implementation wants, made by transformers where it can.
+    """Return the mask in the form of the attention implementation, made by transformers where it can.
 
     window: the last keys that a token sees, 0 for all.
     """

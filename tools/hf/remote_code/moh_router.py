@@ -1,12 +1,12 @@
 """The router of an exported model: the gates of a token's heads and the heads that it uses.
 
 moh_gates.py, the trainer's own file, has the routing forms: how scores become gates. Here are the weights that give the
-scores, and the selection. Routing is computed in fp32 or wider whatever the model's dtype, and scores are ranked in
-``routing_dtype``; of equal ones the lower index is selected.
+scores, and the selection. Routing is computed in fp32 or wider, whatever the model's dtype, and scores are ranked in
+``routing_dtype``; if scores are equal, the lower index is selected.
 
 An expert is a head, or with ``routing_unit`` key_value_group the heads that share a key/value head: the gate of a group
-is that of each of its heads. With head_in_group heads compete inside their group only. With ``routing_top_p`` a token
-uses the fewest routed experts, the largest first and at most K, whose softmax adds up to it. With
+is the gate of each of its heads. With head_in_group, heads compete only inside their group. With ``routing_top_p`` a
+token uses the fewest routed experts, the largest first and at most K, whose softmax adds up to it. With
 ``load_balance_bias_rate`` u the K experts with the largest (affinity + u c) are selected, c the ``bias_steps`` of
 training. Gates see no bias, and training here does not move it.
 
@@ -30,11 +30,11 @@ WEIGHTS = ("w_shared", "w_routed", "w_type")
 
 
 def select(scores, num_active, top_p=None, in_bf16=False):
-    """1 for the ``num_active`` largest scores of a token, 0 for the others; of equal scores the lower index wins.
+    """Return 1 for the ``num_active`` largest scores of a token, else 0. If scores are equal, the lower index wins.
 
-    top_p: 1 only for the fewest of them whose softmax, which runs over all scores, adds up to it, or for all of them.
-    in_bf16: by the softmax of the scores in bf16, as in the authors' MoH-LLaMA3; torch.topk decides among equal ones.
-    Each score counts those that stand before it: unlike a stable sort this can be written as ONNX.
+    top_p: 1 only for the fewest of them whose softmax, taken over all scores, adds up to it, or for all of them.
+    in_bf16: rank the softmax in bf16, as in the authors' MoH-LLaMA3; torch.topk decides among equal ones.
+    Each score counts the scores that rank before it. Unlike a stable sort, this can be exported to ONNX.
     """
     if in_bf16:
         best = scores.bfloat16().softmax(dim=-1).topk(num_active).indices
@@ -49,8 +49,8 @@ def select(scores, num_active, top_p=None, in_bf16=False):
 
 
 class MoHLlamaRouter(nn.Module):
-    """Routing of one layer. form: of moh_gates.py. width: channels of its input that it reads, the first ones; the
-    other arguments are those of ``routing_form`` and ``select``.
+    """Routing of one layer. form: from moh_gates.py. width: number of leading input channels that it reads. The other
+    arguments are those of ``routing_form`` and ``select``.
 
     The weights are parameters of this module and not of nn.Linear layers, which quantizers and inference engines
     replace.
@@ -70,8 +70,8 @@ class MoHLlamaRouter(nn.Module):
     def forward(self, x):
         """x: [b, s, d], or for forms that read queries those of all heads [b, s, h, head_dim], before norm and rotary.
 
-        Gates and selection, bool, of the heads, both [b, s, h]; scores of the routed experts [b, s, E]. Gates and
-        scores are fp32, or float64 as x is.
+        Returns gates and selection (bool) of the heads, both [b, s, h], and scores of the routed experts [b, s, E].
+        Gates and scores are fp32, or float64 if x is.
         """
         form, size = self.form, self.form.layer.heads_per_expert
         with torch.autocast(device_type=x.device.type, enabled=False):
@@ -90,7 +90,7 @@ class MoHLlamaRouter(nn.Module):
         return *(part if size == 1 else part.repeat_interleave(size, dim=-1) for part in experts), scores
 
     def scores(self, x):
-        """Scores of the shared experts, of the routed ones, and of the two kinds; of width 0 without a weight."""
+        """Return scores of the shared experts, the routed ones, and the two kinds; of width 0 without a weight."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.form.reads_queries:
             norms = x.to(torch.bfloat16 if self.in_bf16 else wide).norm(dim=-1)
@@ -100,7 +100,7 @@ class MoHLlamaRouter(nn.Module):
         return [x[..., :0] if weight is None else F.linear(x, weight.to(wide)) for weight in weights]
 
     def select(self, scores, probability):
-        """1 for the routed experts that a token uses, else 0: [b, s, E]."""
+        """Return 1 for the routed experts that a token uses, else 0: [b, s, E]."""
         if self.form.by_sign:
             return (scores > 0).to(scores.dtype)
         if self.bias_steps is not None:
@@ -109,14 +109,14 @@ class MoHLlamaRouter(nn.Module):
         return select(rivals, self.form.layer.num_active, self.top_p, self.in_bf16).reshape(scores.shape)
 
     def requires_grad_(self, requires_grad=True):
-        """Of the weights: counts can have no gradient, and PEFT asks for that of the whole module."""
+        """Apply to the weights only, since counts have no gradient, and PEFT calls it for the whole module."""
         for weight in self.parameters():
             weight.requires_grad_(requires_grad and weight.is_floating_point())
         return self
 
 
 def routing_form(config, layer, num_heads, heads_per_expert=1, groups=1):
-    """The routing form of a layer with so many heads, in each of so many groups of which they compete."""
+    """Return the routing form of a layer with ``num_heads`` heads, which compete inside ``groups`` groups."""
     shared, active = config.num_shared_heads[layer], config.num_active_routed_heads[layer]
     numbers = {"num_shared": shared, "num_routed": num_heads - shared, "num_active": active}
     experts = {name: number // (heads_per_expert * groups) for name, number in numbers.items()}
@@ -125,25 +125,25 @@ def routing_form(config, layer, num_heads, heads_per_expert=1, groups=1):
 
 
 def layer_form(config, layer):
-    """The routing form of a layer of a language model."""
+    """Return the routing form of a layer of a language model."""
     groups = config.competing_groups(layer)
     return routing_form(config, layer, config.layer_heads[layer], config.heads_per_expert, groups)
 
 
 def layer_router(config, layer):
-    """The router of a layer of a language model."""
+    """Return the router of a layer of a language model."""
     in_bf16, bias_rate = config.routing_dtype == "bf16", config.load_balance_bias_rate
     width = config.gate_width or config.hidden_size
     return MoHLlamaRouter(layer_form(config, layer), width, config.routing_top_p, in_bf16, bias_rate)
 
 
 def image_router(config, layer, width, num_heads):
-    """The router of a layer of an image model, which has no option of language models."""
+    """Return the router of a layer of an image model, without the options of language models."""
     return MoHLlamaRouter(routing_form(config, layer, num_heads), width)
 
 
 def load_balance_loss(config, router_logits, router_selections, attention_mask):
-    """Eq. 7, the mean over the sequences and over the layers with routed heads; a scalar in fp32.
+    """Return Eq. 7, averaged over the sequences and over the layers with routed heads; a scalar in fp32.
 
     router_logits, router_selections: of every layer, [b, s, E], E = 0 without routed heads, and [b, s, h].
     attention_mask [b, k] or None: 0 for padding, of which the last s columns belong to the tokens.

@@ -1,9 +1,9 @@
-"""Images of classes by a MoH-DiT, as a pipeline of diffusers.
+"""Generates images of classes with a MoH-DiT, as a pipeline of diffusers.
 
     pipeline = DiffusionPipeline.from_pretrained(DIR, trust_remote_code=True)
     images = pipeline([1, 7], guidance_scale=4.0, generator=torch.Generator().manual_seed(0)).images
 
-Guidance is on all channels of the noise. The log variance is that of the class.
+Guidance acts on all channels of the noise. The log variance is that of the class.
 """
 
 import torch
@@ -25,9 +25,9 @@ class MoHDiTPipeline(DiffusionPipeline):
         self, class_labels, guidance_scale=None, num_inference_steps=250, generator=None, latents=None,
         output_type="pil",
     ):  # fmt: skip
-        """Images of ``class_labels``, a list of numbers. guidance_scale 1: none; default: 4, or 1 of a model that was
-        trained with --class-dropout 0, which refuses others. latents: noise to begin with, [b, c, H, W]. output_type:
-        pil; np, [b, H, W, c] from 0 to 1; or latent, what the model draws."""
+        """Generate images of ``class_labels``, a list of numbers. guidance_scale: 1 means none; default 4, or 1 for a
+        model trained with --class-dropout 0, which refuses others. latents: initial noise, [b, c, H, W]. output_type:
+        pil; np, [b, H, W, c] from 0 to 1; or latent, the output of the model."""
         config, device = self.transformer.config, self._execution_device
         if guidance_scale is None:
             guidance_scale = 4.0 if config.class_dropout else 1.0
@@ -54,7 +54,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)
 
     def predict(self, latents, step, labels, guidance_scale):
-        """Noise and range [b, 2c, H, W], with guidance."""
+        """Return noise and range [b, 2c, H, W], with guidance."""
         if guidance_scale == 1:
             return self.transformer(latents, step.expand(len(labels)), labels).to(latents.dtype)
         classes = torch.cat((labels, torch.full_like(labels, self.transformer.config.num_classes)))
