@@ -30,10 +30,11 @@ def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
     try:
         given = parse_flags(make_parser(config_type), arguments, config_type)
         given.changes = functools.partial(changes, arguments, config_type)
+        program = importlib.import_module("moh_lm.run.program")
     except ConfigError as error:
         report_errors(error.problems, program=config_type.program)
         sys.exit(2)
-    importlib.import_module("moh_lm.run.program").main(given, pkgutil.resolve_name(task))
+    program.main(given, pkgutil.resolve_name(task))
 
 
 if __name__ == "__main__":
