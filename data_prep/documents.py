@@ -67,12 +67,13 @@ class Document(NamedTuple):
 
 def inspect_file(path: str, name: str) -> Piece:
     """Return the whole file at ``path`` as one piece; for parquet, ``end`` counts row groups. Raises InputError."""
-    with reading(path), open_file(path, READ) as file:
+    with reading(path):
         size, written = state_of(path)
+    with reading(path), open_file(path, READ) as file:
         head = file.read(SAMPLE)
         file.seek(max(len(head), size - SAMPLE))
         etag = written.encode() if is_remote(path) else b""
-        sample = sha256(head + file.read() + etag).hexdigest()
+        sample = sha256(head + file.read(SAMPLE) + etag).hexdigest()
         file.seek(0)
         container, form = sniff(file, name)
         end = pyarrow.parquet.read_metadata(file).num_row_groups if container == "parquet" else size

@@ -105,7 +105,7 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
             root = os.path.dirname(root)
         if is_remote(pattern):
             try:
-                found, matches = remote_files(pattern), []
+                found, matches = remote_files(pattern)
             except (ConfigError, OSError) as error:
                 problems.append(f"{option}{error}")
                 continue
@@ -114,7 +114,8 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
             matches = [pattern] if os.path.lexists(pattern) else glob.glob(searched, recursive=True)
             found = [os.path.abspath(path) for path in matches if not os.path.isdir(path)]  # a broken link is reported
         if not found:
-            remedy = f"for the files of a directory write '{pattern}/*'" if matches else "check the path"
+            check = "check the path, the connection and the credentials" if is_remote(pattern) else "check the path"
+            remedy = f"for the files of a directory write '{pattern}/*'" if matches else check
             problems.append(f"{option}{pattern}: matches no file; {remedy}")
         for path in found:
             name = os.path.relpath(path, root or ".")

@@ -20,7 +20,7 @@ from data_prep.inputs import Source, same_content
 from data_prep.storage import exists, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, publish, read_json
+from moh_lm.data.files import ShardError, beside, publish, read_json, refuse_foreign
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
@@ -46,14 +46,15 @@ def check_model_file(path: Path):
         raise ConfigError([f"--output {path}: is a directory; give a file name such as {path / 'tokenizer.model'}"])
     if path.name in TOKENIZER_FILES and (path.parent / "manifest.json").exists():
         raise ConfigError([f"--output {path}: is the tokenizer of the shards in its directory; give another file"])
-    writable_directory(path.parent)
+    refuse_foreign(writable_directory(path.parent), [path.name])
 
 
 def check_tokenizer_files(output: Path, contents: dict[str, bytes]):
     """Raise ConfigError if ``output`` is not a data directory yet but holds other tokenizer files than these, or if its
     manifest.json belongs to something else."""
-    with suppress(OSError, ValueError, TypeError):  # absent or damaged
-        if "sources" not in read_json(output / "manifest.json"):
+    with suppress(OSError, ValueError):  # absent or damaged
+        found = read_json(output / "manifest.json")
+        if not isinstance(found, dict) or "sources" not in found:
             raise ConfigError([f"--output {output}: has a manifest.json of something else; give another directory"])
     for name in TOKENIZER_FILES if not (output / "manifest.json").exists() else ():
         if (output / name).exists() and contents.get(name) != (output / name).read_bytes():

@@ -7,9 +7,11 @@ file's etag or checksum serves the purpose of a local file's modification time.
 
 import errno
 import io
+import logging
 import os
 import re
 import time
+from contextlib import suppress
 from functools import cache
 
 import fsspec
@@ -32,9 +34,13 @@ def is_remote(path: str) -> bool:
 def file_system(url: str):
     """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs."""
     try:
-        return fsspec.url_to_fs(url)
+        files, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError([f"{url}: {error}; pip install -e '.[remote]'"]) from error
+    logger = logging.getLogger(type(files).__module__.partition(".")[0])
+    if not logger.isEnabledFor(logging.INFO):  # what it says then, often with tracebacks, is in its exceptions too
+        logger.setLevel(logging.CRITICAL)
+    return files, path
 
 
 def persistently(name, work):
@@ -47,23 +53,29 @@ def persistently(name, work):
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
         except Exception as error:  # each protocol has its own errors
-            reason = str(error) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
         time.sleep(PAUSE * 2**attempt if attempt + 1 < ATTEMPTS else 0)
     raise OSError(f"{name}: cannot be read ({reason}); check the connection and the credentials")
 
 
-def remote_files(pattern: str) -> list[str]:
-    """The URLs of the files that match a pattern at a URL. Raises ConfigError, and OSError if it cannot be listed."""
+def remote_files(pattern: str) -> tuple[list[str], list[str]]:
+    """The URLs of the files, and the paths of the folders, that match a pattern at a URL.
+
+    Raises ConfigError, and OSError if a server does not tell.
+    """
     files, path = file_system(pattern)
 
     def matches():
-        found = {path: files.info(path)} if files.exists(path) else files.glob(path, detail=True)
-        return [files.unstrip_protocol(name) for name, info in found.items() if info["type"] != "directory"]
+        with suppress(FileNotFoundError):
+            return {path: files.info(path)}
+        return files.glob(path, detail=True)
 
     try:
-        return persistently(pattern, matches)
+        found = persistently(pattern, matches)
     except FileNotFoundError:
-        return []
+        return [], []
+    folders = [name for name, info in found.items() if info["type"] == "directory"]
+    return [files.unstrip_protocol(name) for name, info in found.items() if info["type"] != "directory"], folders
 
 
 def exists(path: str) -> bool:
@@ -71,7 +83,9 @@ def exists(path: str) -> bool:
     if not is_remote(path):
         return os.path.exists(path)
     files, inside = file_system(path)
-    return persistently(path, lambda: files.exists(inside))
+    with suppress(FileNotFoundError):
+        return bool(persistently(path, lambda: files.info(inside)))
+    return False
 
 
 def state_of(path: str) -> tuple[int, int | str]:
@@ -80,7 +94,7 @@ def state_of(path: str) -> tuple[int, int | str]:
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
     files, inside = file_system(path)
-    files.invalidate_cache()
+    files.invalidate_cache(inside)
     info = persistently(path, lambda: files.info(inside))
     if info.get("size") is None:
         raise OSError("the server does not tell its size; download it, and give the copy")
@@ -99,7 +113,9 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, path):
         self.name, self.place = path, 0
         self.files, self.inside = file_system(path)
-        self.size, _ = state_of(path)
+        self.size = persistently(path, lambda: self.files.info(self.inside)["size"])
+        # fsspec's own cat_file opens the file, which reads ahead and takes a whole file's beginning for any range.
+        self.options = {} if self.files.async_impl else {"cache_type": "none"}
 
     def readable(self):
         return True
@@ -119,7 +135,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def block(self, end):
-        data = self.files.cat_file(self.inside, start=self.place, end=end)
+        data = self.files.cat_file(self.inside, start=self.place, end=end, **self.options)
         if len(data) != end - self.place:
             wanted = f"bytes {self.place:,} to {end:,} of {self.size:,}"
             raise OSError(f"the server gave {len(data):,} bytes for {wanted}")

@@ -27,7 +27,7 @@ import zstandard
 
 from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.data.files import publish
+from moh_lm.data.files import publish_own, refuse_foreign
 
 FILES = {"topics": "topics.jsonl", "docstrings": "docstrings.jsonl.zst", "library": "library.json.gz"}
 # Absent from many installations, tables of character sets, another source, or not the standard library.
@@ -47,6 +47,7 @@ def parse_arguments(texts):
 
 def run(arguments):
     output = arguments.output
+    refuse_foreign(output, FILES.values())
     sources = make_sources()
     missing = [f"{name}: {size(texts):,} characters of text, expected {SMALLEST:,} or more"
                for name, texts in sources.items() if size(texts) < SMALLEST]
@@ -107,13 +108,13 @@ def size(texts):
 
 
 def write(path, texts):
-    """One JSON object per line, compressed as the suffix says; the file appears under its name when it is complete."""
+    """One JSON object per line, compressed as the suffix says. Raises ConfigError if the file is someone else's."""
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)
     elif path.suffix == ".zst":
         content = zstandard.compress(content)
-    publish(path, content)
+    publish_own(path.parent, {path.name: content})
 
 
 if __name__ == "__main__":

@@ -71,7 +71,12 @@ def main(script, *flags):
                 raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start with torchrun")
             port = port or str(free_port())
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        else:  # pdsh would wait forever for a lost machine; ssh ends after three unanswered requests
+        else:
+            with open(hostfile or runner.DLTS_HOSTFILE, encoding="utf-8") as lines:
+                options = [line.split()[0] for line in lines if line.lstrip().startswith("-")]
+            if options:
+                raise ValueError(f"{options[0]}: is an option of ssh, not the name of a node; fix this line")
+            # pdsh would wait forever for a lost machine; ssh ends after three unanswered requests
             given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
             os.environ["PDSH_SSH_ARGS_APPEND"] = f"{given} -o ServerAliveInterval=60"
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as by nohup
@@ -82,7 +87,7 @@ def main(script, *flags):
             name = signal.Signals(-launcher[-1].returncode).name
             print(f"{script}: {name} ended the launcher; its ranks may still run; check for them", file=sys.stderr)
             return 128 - launcher[-1].returncode
-    except (RuntimeError, ValueError) as error:  # such as for an invalid line, or a node that does not answer
+    except (RuntimeError, ValueError, OverflowError) as error:  # an invalid line, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)
         return 2
     except SystemExit as end:

@@ -1,11 +1,23 @@
 """Reads JSON that others wrote, or raises a ValueError that says what is wrong with it."""
 
 import json
+import os
 import sys
 
 
 class BeyondLimits(ValueError):
     """JSON that Python cannot read, whether or not it is valid. The message says which limit it exceeds."""
+
+
+def open_at_once(path, flags):
+    """An ``opener`` for files to read: a pipe without a writer is empty, instead of waiting for one."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_json(path):
+    """The value of a JSON file. Raises OSError, and ValueError as ``parse_json``."""
+    with open(path, "rb", opener=open_at_once) as file:
+        return parse_json(file.read())
 
 
 def parse_json(text: str | bytes):

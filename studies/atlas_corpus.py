@@ -15,7 +15,6 @@ every machine; its hash is in corpus.json.
 
 import ast
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 from launch.quickstart_corpus import size, split_docstrings, write
 from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.data.files import json_bytes, publish_own, refuse_foreign
 
 PACKAGES = Path(__file__).with_name("atlas_packages.txt")
 SHA256 = "8d5cfc8c2c0821435fb21e6844a2c06b204ae807e29c01502168c1bc529b9c68"  # hash of the resulting text
@@ -56,6 +56,7 @@ def parse_arguments(texts):
 def run(arguments):
     output = arguments.output
     output.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(output, [*(f"{kind}.jsonl.zst" for kind in KINDS), "corpus.json"])
     print("downloading and reading the packages takes some minutes")
     with tempfile.TemporaryDirectory(dir=output) as root:
         unpack(download(Path(root) / "wheels"), Path(root) / "packages")
@@ -71,7 +72,7 @@ def run(arguments):
     if digest.hexdigest() != SHA256:
         print("this is not the text of docs/history/atlas.md: losses cannot be compared with those on the page")
     about = {"python": sys.version.split()[0], "sha256": digest.hexdigest()}
-    (output / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # last: all is written
+    publish_own(output, {"corpus.json": json_bytes(about)})  # last: all is written
 
 
 def download(directory):

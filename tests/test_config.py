@@ -149,6 +149,29 @@ def test_json_gives_back_the_same_configuration(tmp_path):
     assert Config.load(tmp_path / "config.json") == config
 
 
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("num_layers", "12", "num_layers is '12', and must be a whole number"),
+        ("num_layers", None, "num_layers is None, and must be a whole number"),
+        ("hidden_size", 2**70, "and must be below 2^63"),
+        ("window", -1, "window is -1, and must be a list of whole numbers"),
+        ("routing", [], "routing is [], and must be a text"),
+    ],
+)
+def test_a_value_of_another_type_in_a_file_is_named(tmp_path, key, value, said):
+    write_json(tmp_path / "config.json", {**Config().to_dict(), key: value})
+    with pytest.raises(ConfigError) as caught:
+        Config.load(tmp_path / "config.json")
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{tmp_path}/config.json: {key} is ") and said in problem
+
+
+def test_a_name_with_control_characters_keeps_its_sentence_on_one_line():
+    (problem,) = ConfigError(["--source a\n\x1b[2Jb\udcff ü: fix it"]).problems
+    assert problem == r"--source a\n\x1b[2Jb\udcff ü: fix it"
+
+
 def test_names_are_unique_and_help_shows_every_flag():
     names = [field.name for _, field in walk(Config())]
     assert len(names) == len(set(names))

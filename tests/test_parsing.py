@@ -1,14 +1,16 @@
 """JSON and YAML that Python does not read: every reader says so as of any other damage."""
 
+import hashlib
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from data_prep.output import recorded_groups
-from moh_lm.checkpoint.manifest import read_entries
+from moh_lm.checkpoint.manifest import describe, read_entries
 from moh_lm.config import Config, ConfigError
-from moh_lm.data.files import ShardError, read_facts, read_json
+from moh_lm.data.files import WRITTEN, ShardError, publish_own, read_facts, read_json
 from moh_lm.data.shards import check_end
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
@@ -68,8 +70,8 @@ def test_every_reader_takes_them_for_damage(reader, text, tmp_path):
 
 
 def test_no_other_module_parses_what_others_wrote():
-    """json.loads is for what the module itself has just written."""
-    own = {"moh_lm/parsing.py", "moh_lm/kernels/measured.py"}
+    """Only the reader of JSON calls json.loads."""
+    own = {"moh_lm/parsing.py"}
     folders = (path for folder in ("moh_lm", "data_prep", "tools") for path in (ROOT / folder).rglob("*.py"))
     found = {str(Path(path).relative_to(ROOT)) for path in folders if re.search(r"json\.loads?\b", path.read_text())}
     assert found == own
@@ -100,3 +102,31 @@ def test_aliases_that_stand_for_endless_lists_are_refused_at_once(tmp_path):
         (tmp_path / "c.yaml").write_text(f"{name}: [{', '.join(lists)}]")
         with pytest.raises(ConfigError, match=f"{name}: holds a list inside of a list"):
             parse_config(["--config", str(tmp_path / "c.yaml")])
+
+
+def test_a_pipe_is_an_empty_file(tmp_path):
+    os.mkfifo(pipe := tmp_path / "config.json")
+    assert complete_rows(pipe) == [] and describe(pipe) == {"bytes": 0, "sha256": []}
+    for read, error in ((read_json, ValueError), (read_facts, ShardError), (Config.load, ConfigError)):
+        with pytest.raises(error):
+            read(pipe)
+
+
+DIGEST = hashlib.sha256(b"theirs").hexdigest()
+LISTS = {
+    "list": "[]", "number": "5", "nested": '{"page": [[["DIGEST"]]]}', "text": '{"page": "DIGEST"}', "null": "null",
+    "object": '{"page": {"DIGEST": 1}}', "NaN": "NaN", "deep": DEEP["closed"], "no UTF-8": '["\xff"]',
+    "climbing": '{"../page": ["DIGEST"]}', "huge": LONG["in an object"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("listed", LISTS.values(), ids=LISTS)
+def test_no_damaged_list_permits_to_replace_a_file(tmp_path, listed):
+    (tmp_path / WRITTEN).write_text(listed.replace("DIGEST", DIGEST), encoding="latin-1")
+    (tmp_path / "page").write_bytes(b"theirs")
+    with pytest.raises(ConfigError, match="page: was written or changed by someone else"):
+        publish_own(tmp_path, {"page": b"ours"})
+    assert (tmp_path / "page").read_bytes() == b"theirs"
+    (tmp_path / "page").unlink()
+    publish_own(tmp_path, {"page": b"ours"})
+    publish_own(tmp_path, {"page": b"ours again"})

@@ -52,6 +52,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--num-shared-heads 6 5 --routed-keys selected --attention-backend cpu_sparse": ("--num-shared-heads has 2", "12"),
     "--window 512 0 0 --num-layers 2 --routed-keys selected --attention-backend cpu_sparse": ("--window has 3", "2"),
     "--position none none none --num-layers 2 --routed-keys selected": ("--position has 3", "2"),
+    "--num-layers 10000000000": ("--num-layers 10000000000", "at most 4096"),
     "--num-layers 0 --head-budget 0.5": ("--num-layers 0", "1 or above"),
     "--hidden-size 8 --attention latent": ("--num-attention-heads 12", "--head-dim"),
     "--window 1": ("--window 1", "at least 2"),

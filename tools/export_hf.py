@@ -39,14 +39,22 @@ def parse_arguments(texts):
     add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="dtype of the weights (default: %(default)s)")
-    add("--as", dest="stock", choices=("qwen3_5", "laguna"), help="class of transformers to write a gated model "
-        "for, so that it needs no remote code")  # fmt: skip
+    add("--as", dest="stock", type=stock_class, metavar="{qwen3_5,laguna}", help="class of transformers to write a "
+        "gated model for, so that it needs no remote code")  # fmt: skip
     add("--license", metavar="ID", type=hub_word, help="licence on the model card, such as apache-2.0")
     add("--base-model", metavar="OWNER/NAME", type=hub_word, help="continued model on the hub, for the card")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="largest file (default: %(default)s)")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish it on the Hugging Face hub too")
     add("--overwrite", action="store_true", help="replace the files of an earlier export in the output directory")
     return parser.parse_args(texts)
+
+
+def stock_class(text):
+    if text == "step3p5":
+        raise ValueError("no library has a class for it without images or experts; qwen3_5 has the same gates")
+    if text not in ("qwen3_5", "laguna"):
+        raise ValueError("choose one of qwen3_5, laguna")
+    return text
 
 
 def hub_word(text):

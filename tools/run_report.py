@@ -45,16 +45,13 @@ def run(arguments):
 
     gc.disable()  # it takes a fifth of the time in vain: rows and pictures stay until the page is written
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
-    foreign = output.is_file() and b'content="MoH-LM"' not in output.read_bytes()[:4096]
-    if foreign and not arguments.output and len(arguments.runs) > 1:  # a single run's page belongs to its run directory
-        raise ConfigError([f"{output}: is not a page of this program; move it, or give --output FILE.html"])
     kind, *others = map(kind_of_run, arguments.runs)
     for run, other in zip(arguments.runs[1:], others, strict=True):
         if other is not kind:
             programs = f"was trained by {other.program}, and {arguments.runs[0]} by {kind.program}"
             raise ConfigError([f"{run}: {programs}; give runs of one program"])
     try:
-        files = write_page(arguments.runs, output, kind, arguments.png)
+        files = write_page(arguments.runs, output, kind, arguments.png, replaces=bool(arguments.output))
     except OSError as error:
         raise ConfigError([f"--output {output}: cannot be written ({error.strerror}); give another file"]) from error
     for path in files:

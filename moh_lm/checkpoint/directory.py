@@ -40,6 +40,15 @@ def list_steps(directory):
     return sorted(steps, key=step_number, reverse=True)
 
 
+def step_around(path):
+    """Return the step directory that ``path`` is or lies in, or None."""
+    for place in (path := Path(os.path.realpath(path)), *path.parents):
+        is_step = all(os.path.exists(place / name) for name in ("manifest.json", "state.json"))
+        if is_step or (place.parent.name == "checkpoints" and STEP_NAME.fullmatch(place.name)):
+            return place
+    return None
+
+
 def newest_model(run, config_type=Config):
     """Return (step directory, model of its configuration) of the newest step of a run, or (None, None) if no step is
     intact.

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from moh_lm.data.files import read_json, write_json
+from moh_lm.parsing import open_at_once
 
 BLOCK_BYTES = 1 << 22
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -66,11 +67,11 @@ def describe(path, progress=lambda: None):
     """
     hashes = []
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_at_once) as file:
             while block := file.read(BLOCK_BYTES):
                 hashes.append(hashlib.sha256(block).hexdigest())
                 progress()
-            return {"bytes": file.tell(), "sha256": hashes}
+            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashes}
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from moh_lm.checkpoint.directory import STEP_NAME
+from moh_lm.checkpoint.directory import step_around
 from moh_lm.cli.output import Output, open_closed_streams
 from moh_lm.config import ConfigError
 
@@ -71,10 +71,8 @@ def device(text):
 
 def output_path(text):
     """Read --output or another path to write. Paths inside a checkpoint are refused, since writing would damage it."""
-    for place in (path := Path(os.path.realpath(text)), *path.parents):
-        is_step = all(os.path.exists(place / name) for name in ("manifest.json", "state.json"))
-        if is_step or (place.parent.name == "checkpoints" and STEP_NAME.fullmatch(place.name)):
-            raise ValueError(f"lies in a checkpoint, {place}; give a path outside it")
+    if step := step_around(text):
+        raise ValueError(f"lies in a checkpoint, {step}; give a path outside it")
     return Path(text)
 
 

@@ -9,10 +9,14 @@ from dataclasses import replace
 from moh_lm.config.fields import ConfigError, flag
 from moh_lm.config.heads import GATED
 
+MOST_LAYERS = 4096
+
 
 def model_values(model):
     """Return {field: value} of what is filled in or shortened in a ``ModelConfig``."""
     layers, queries = model.num_layers, model.num_attention_heads
+    if layers > MOST_LAYERS:  # each has entries in lists
+        raise ConfigError([f"--num-layers {layers}: must be at most {MOST_LAYERS}"])
     queries = one_number(queries, layers) if queries not in (None, ()) else 0
     keys = one_number(model.num_key_value_heads, layers) if model.num_key_value_heads not in (None, ()) else queries
     counts = queries if isinstance(queries, tuple) else (queries,)

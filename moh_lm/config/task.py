@@ -1,12 +1,12 @@
 """The configuration of a run of any task: its sections, its file, and what the run needs from it."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from moh_lm.config.fields import ConfigError, build, raise_any, walk
+from moh_lm.config.fields import ConfigError, build, fits, in_words, raise_any, walk
 from moh_lm.config.heads import HeadsOfLayers
+from moh_lm.config.model import OF_LAYERS
 from moh_lm.config.run import AlarmConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunBase
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import read_json
 
 UNNAMED = "moh_lm.pretrain"  # the command of a run if its config.json names none
 
@@ -85,7 +85,7 @@ class TaskConfig:
     def load(cls, path):
         """Read a config.json. Raises ConfigError if the file is absent or invalid."""
         try:
-            values = parse_json(Path(path).read_text(encoding="utf-8"))
+            values = read_json(path)
             if not isinstance(values, dict):
                 raise ValueError("it holds no settings")
         except (OSError, ValueError) as error:
@@ -94,4 +94,11 @@ class TaskConfig:
         if program != cls.program:
             advice = f"give one of {cls.program}, or use the command for it"
             raise ConfigError([f"{path}: belongs to a run of {program}; {advice}"])
+        kinds = {entry.name: entry.type for _, entry in walk(cls()) if entry.name in values}
+        kinds |= {name: int | kinds[name] for name in OF_LAYERS if name in kinds}
+        raise_any([
+            f"{path}: {name} is {values[name]!r:.60}, and must be {in_words(kind, values[name])}; restore the file"
+            for name, kind in kinds.items()
+            if not fits(values[name], kind)
+        ])
         return cls.from_dict(values)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moh_lm.config import ConfigError
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import open_at_once, parse_json, read_json
 
 VERSION = 3  # of the sidecar and of the manifest
 UNSEALED = 2  # the previous version, which is still read
@@ -96,10 +96,11 @@ def publish_own(directory: Path, files: dict[str, bytes]):
 def refuse_foreign(directory: Path, names) -> dict:
     """Raise ConfigError if ``publish_own`` did not write one of ``names``, or if it changed. Returns {name: hashes}."""
     known = {}
-    with suppress(OSError, ValueError):  # absent or damaged
-        known = read_json(directory / WRITTEN)
+    with suppress(OSError, ValueError, AttributeError):  # absent or damaged
+        known = {name: of for name, of in read_json(directory / WRITTEN).items() if isinstance(of, list)}
     for path in (directory / name for name in names):
-        if os.path.lexists(path) and (path.is_symlink() or sha256_of(path) not in known.get(path.name, ())):
+        is_plain = path.is_file() and not path.is_symlink()
+        if os.path.lexists(path) and not (is_plain and sha256_of(path) in known.get(path.name, ())):
             raise ConfigError([f"{path}: was written or changed by someone else; move it, or choose another directory"])
     return known
 
@@ -139,15 +140,10 @@ def seal_line(digest: str) -> bytes:
 def opened(path: str | Path):
     """Open a file. A ShardError that names it replaces OSError."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_at_once) as file:
             yield file
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror or error}") from error
-
-
-def read_json(path: Path):
-    """Return the value of a JSON file. Raises OSError, and ValueError if it is not JSON."""
-    return parse_json(path.read_bytes())
 
 
 def read_facts(path: Path) -> dict:

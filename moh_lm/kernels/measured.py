@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from moh_lm.config import ConfigError
+from moh_lm.parsing import read_json
+
 
 class Measurement(NamedTuple):
     """One machine in one precision.
@@ -46,7 +49,11 @@ FILE = Path(__file__).with_name("measured.json")
 
 
 def read():
-    return [Measurement(**entry) for entry in json.loads(FILE.read_text(encoding="utf-8"))]
+    """Return the entries of measured.json. Raises ConfigError if it is damaged."""
+    try:
+        return [Measurement(**entry) for entry in read_json(FILE)]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError([f"{FILE}: cannot be read ({error}); restore it, for example with git checkout"]) from error
 
 
 MEASURED = read()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from moh_lm.monitor.console import styled
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import open_at_once, parse_json
 
 WARNINGS = ("alarm", "damaged", "failed", "skipped", "spike")  # events that a terminal shows in colour
 
@@ -51,8 +51,10 @@ class Rows:
 def complete_rows(path):
     """Return [(line, object)] of a file of ``Rows`` with steps, empty if it is missing. Lines cut off by a crash are
     left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    found, lines = [], []
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=open_at_once) as file:
+        lines = file.read().decode(errors="replace").splitlines()
+    for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             row = parse_json(line)
             found += [(line, row)] if isinstance(row["step"], int) else []

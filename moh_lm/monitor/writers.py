@@ -15,7 +15,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import read_json
 
 
 class Writers:
@@ -35,7 +35,7 @@ class Writers:
         path = directory / "wandb.json"
         if first_step == 0 or not path.exists():
             path.write_text(json.dumps({"id": secrets.token_hex(4)}) + "\n", encoding="utf-8")
-        run_id = parse_json(path.read_text(encoding="utf-8"))["id"]
+        run_id = read_json(path)["id"]
         wandb = importlib.import_module("wandb")  # an extra, which others need not install
         self.wandb = wandb.init(
             project=project, id=run_id, resume="allow", name=directory.name, dir=str(directory), config=settings

@@ -9,19 +9,29 @@ import socket
 import time
 from pathlib import Path
 
+from moh_lm.checkpoint.directory import list_steps, step_around
 from moh_lm.config import ConfigError
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import read_json
 from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
 LOCK_SECONDS = 10  # seconds to wait for a run directory that is in use
+REPLACED = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json", "report.html")  # files that a start replaces
+OF_LOCK = '{"host": '  # how the content of a lock begins
 
 
 def make_run_directory(path, keep=True):
-    """Raise ConfigError unless ``path`` is or can become a writable directory. keep: whether a new directory stays."""
-    absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
+    """Raise ConfigError unless ``path`` is or can become a writable directory, and holds no foreign file that a run
+    would replace. keep: whether a new directory stays."""
+    path = Path(path)
+    if step := step_around(path):
+        raise ConfigError([f"--checkpoint-dir {path}: lies in a checkpoint, {step}; give the directory of a run"])
+    if path.resolve().name == "checkpoints" and list_steps(path):
+        advice = f"give its directory, {path.resolve().parent}"
+        raise ConfigError([f"--checkpoint-dir {path}: holds the checkpoints of a run; {advice}"])
+    absent = [place for place in (path, *path.parents) if not os.path.exists(place)]
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
     except OSError as error:
         reason = error.strerror
@@ -30,6 +40,19 @@ def make_run_directory(path, keep=True):
             place.rmdir()
     if reason:
         raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
+    if name := foreign_file(path):
+        raise ConfigError([f"--checkpoint-dir {path}: has a {name} that no run has written; give another directory"])
+
+
+def foreign_file(path):
+    """The first file that a run would replace in a directory where none has begun; or None."""
+    config = None
+    with contextlib.suppress(OSError, ValueError):  # absent, or damaged
+        config = read_json(path / "config.json")
+    is_run = isinstance(config, dict) and "train_iters" in config
+    if is_run or (config is None and list_steps(path / "checkpoints")):
+        return None
+    return next((name for name in REPLACED if os.path.lexists(path / name)), None)
 
 
 def lock_run_directory(path, called="--checkpoint-dir"):
@@ -40,7 +63,7 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     """
     name = Path(path) / ".lock"
     try:  # not through a link, whose target would lose its content
-        lock = open(name, "a+", encoding="utf-8", opener=open_no_link)  # noqa: SIM115 - for the life of the process
+        lock = open(name, "a+", encoding="utf-8", errors="replace", opener=open_no_link)  # noqa: SIM115 - stays open
     except OSError as error:
         reason = "is a link; remove it" if error.errno in (errno.ELOOP, errno.EMLINK) else f"{error.strerror}; fix this"
         raise ConfigError([f"{called} {path}: {name}: {reason}"]) from error
@@ -58,6 +81,9 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     else:
         more = describe_holder(name)
         raise ConfigError([f"{called} {path}: another run is writing to it{more}; or give another directory"])
+    lock.seek(0)
+    if not OF_LOCK.startswith(lock.read(len(OF_LOCK))):  # a foreign file keeps its content
+        return lock
     with contextlib.suppress(OSError):  # the disk may be full; the lock holds anyway
         lock.truncate(0)
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -78,7 +104,7 @@ def open_no_link(path, flags):
 def describe_holder(name):
     """Return a text that says who holds the lock, how to check whether that process is alive, and what to do then."""
     try:
-        holder = parse_json(name.read_text(encoding="utf-8"))
+        holder = read_json(name)
         host, process, since = holder["host"], int(holder["process"]), holder["since"]
     except (OSError, ValueError, KeyError, TypeError):
         return " (the lock does not say which); end it"

@@ -13,7 +13,7 @@ from moh_lm.config import BUDGETS, Config, HeadsConfig, RoutedLayer, TaskConfig,
 from moh_lm.config.heads import HeadsOfLayers
 from moh_lm.config.resolve import by_layer
 from moh_lm.config.run import RunBase
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import read_json
 from moh_lm.vision.presets import DIT, VIT
 
 
@@ -295,7 +295,7 @@ KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}
 def kind_of_run(directory):
     """Return the class of the configuration in a run or step directory; ``Config`` if it is not of an image model."""
     try:
-        program = parse_json((Path(directory) / "config.json").read_text(encoding="utf-8")).get("program")
+        program = read_json(Path(directory) / "config.json").get("program")
     except (OSError, ValueError, AttributeError):
         return Config  # it reports what is wrong
     return next((kind for kind in KINDS.values() if kind.program == program), Config)

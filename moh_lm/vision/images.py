@@ -11,9 +11,11 @@ numbers the model draws. A resumed run therefore reads the same samples, with an
 Shapes: b images, c channels, S pixels per side.
 """
 
+import errno
 import hashlib
 import io
 import os
+import stat
 import tarfile
 from functools import lru_cache
 from typing import NamedTuple
@@ -162,6 +164,8 @@ def folder_files(path):
         try:
             for name in filter(is_image, names):
                 status = os.stat(f"{folder}/{name}")
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.EINVAL, "not a file", f"{folder}/{name}")
                 found[f"{inside}/{name}" if inside else name] = 0, status.st_size, int(status.st_mtime)
         except OSError as error:
             raise unreadable(error) from error

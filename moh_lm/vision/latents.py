@@ -70,10 +70,14 @@ class Latents:
             self.classes, self.factor, self.vae = list(facts["classes"]), facts["factor"], facts["vae"]
             made = json.dumps([facts[key] for key in ("sha256", "image_size", "dtype", "factor", "vae")])
             self.sha256, self.hash = hashlib.sha256(made.encode()).hexdigest(), facts.get("content")
-            self.labels = np.load(Path(path) / LABELS)
-            self.checksums = np.load(Path(path) / CHECKSUMS) if self.hash else None
+            if not 0 < self.factor < np.inf:
+                raise ValueError(f"the factor is {self.factor}, and must be above 0")
+            self.labels = array_in(Path(path) / LABELS)
+            self.checksums = array_in(Path(path) / CHECKSUMS) if self.hash else None
             moments = moments_of(self.path)
             self.shape = moments.shape
+            if moments.dtype.kind != "f":
+                raise ValueError(f"{LATENTS} holds {moments.dtype}, and latents must be fp16 or fp32")
             if len(self.shape) != 5 or self.labels.shape != self.shape[:1]:
                 raise ValueError(f"latents {list(self.shape)}, but labels {list(self.labels.shape)}")
             if self.shape[1] != 2 or self.shape[2] % 2 or self.shape[3] != self.shape[4]:
@@ -82,7 +86,7 @@ class Latents:
                 raise ValueError(f"{LABELS} holds {self.labels.dtype}, and labels must be whole numbers")
             if self.hash and self.hash != content_hash(facts, self.labels, self.checksums):
                 raise ValueError(f"{LABELS}, {CHECKSUMS} and {FACTS} differ from their hash")
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
             raise ConfigError([f"{path}: its latents cannot be read ({error}); {REMEDY}"]) from error
         self.check_labels()
         labels = hashlib.sha256(self.labels.astype("<i8").tobytes())
@@ -129,10 +133,17 @@ def content_hash(facts, labels, checksums):
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
+def array_in(path, mmap_mode=None):
+    """Return the array in a file. Raises OSError, also for a pipe, or what NumPy does."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path.name}")
+    return np.load(path, mmap_mode)
+
+
 @lru_cache
 def moments_of(path):
     """Return the memory-mapped latents of a directory, [N, 2, 2c, s, s], fp16 or fp32."""
-    return np.load(Path(path) / LATENTS, mmap_mode="r")
+    return array_in(Path(path) / LATENTS, mmap_mode="r")
 
 
 def center_crop(image, size):

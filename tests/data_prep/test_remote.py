@@ -2,8 +2,11 @@
 
 import gzip
 import http.server
+import json
+import logging
 import re
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -15,7 +18,7 @@ import zstandard
 from fsspec.implementations.memory import MemoryFileSystem
 
 from data_prep import storage, tokenization
-from data_prep.containers import InputError
+from data_prep.containers import READ, InputError
 from data_prep.documents import documents, inspect_file
 from data_prep.encoding import Options, Tokenizer
 from data_prep.units import plan_units
@@ -37,7 +40,7 @@ class Failing(MemoryFileSystem):
     def _strip_protocol(cls, path):
         return super()._strip_protocol(path.replace("failing://", "memory://"))
 
-    def cat_file(self, path, start=None, end=None):
+    def cat_file(self, path, start=None, end=None, **_):
         Failing.requests += 1
         return Failing.answer(super().cat_file(path, start, end), Failing.requests)
 
@@ -97,7 +100,7 @@ def test_a_url_gives_the_shards_of_the_local_file(remote, model, tmp_path, name)
 
 
 def broken(data, number):
-    raise TimeoutError("connection lost")
+    raise TimeoutError("connection\n\nlost")
 
 
 @pytest.mark.parametrize("fault", [broken, lambda data, number: data[:-1], lambda data, number: data * 2])
@@ -142,7 +145,7 @@ def test_a_restart_keeps_shards_until_a_file_changes(remote, in_this_process, mo
     assert "replaced 1 shards" in said and len(shards(output, "s")) == 2
     assert sorted(decoded(output, "s", model)) == sorted(TEXTS[:2] + TEXTS[5:])
     _, error = tokenize(model, output, "s=failing://data/none/*.jsonl", code=2)
-    assert "--source s=failing://data/none/*.jsonl: matches no file; check the path" in error
+    assert "--source s=failing://data/none/*.jsonl: matches no file; check the path, the connection and" in error
 
 
 def test_files_that_fail_stop_no_others(remote, in_this_process, model, tmp_path):
@@ -179,42 +182,142 @@ def test_a_protocol_that_is_not_there_is_named(model, tmp_path, url, monkeypatch
     assert f"--source s={url}: " in error and "pip install -e '.[remote]'" in error
 
 
+def test_a_folder_at_a_url_is_no_file(remote, model, tmp_path):
+    remote.pipe("/data/deep/a.jsonl", json_lines(TEXTS))
+    _, error = tokenize(model, tmp_path / "out", "s=memory://data/deep", code=2)
+    assert "matches no file; for the files of a directory write 'memory://data/deep/*'" in error
+
+
+def test_either_end_of_a_file_is_one_request(remote):
+    remote.pipe("/data/a.jsonl", json_lines(LONG * 3))
+    Failing.answer = lambda data, number: data
+    piece = inspect_file("failing://data/a.jsonl", "a.jsonl")
+    assert piece.size > 2 * READ and Failing.requests == 3  # the beginning, the end, and the beginning for its form
+
+
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_what_packages_log_is_shown_on_request(remote, caplog, level):
+    storage.file_system.cache_clear()
+    logging.getLogger("tests").setLevel(level)
+    storage.file_system("failing://data/a.jsonl")
+    logging.getLogger("tests.data_prep.test_remote").warning("an attempt failed")
+    assert len(caplog.records) == (level == logging.INFO)
+
+
 class Ranges(http.server.SimpleHTTPRequestHandler):
     """Files by ranges, as object stores give them, with the size and the time of writing as the etag."""
+
+    ranges = True
 
     def do_HEAD(self):
         self.answer(b"")
 
     def do_GET(self):
-        self.answer(Path(self.directory, self.path.lstrip("/")).read_bytes())
+        path = self.file()
+        self.answer(path.read_bytes() if path.is_file() else b"")
+
+    def file(self):
+        return Path(self.directory, self.path.lstrip("/"))
 
     def answer(self, content):
-        path = Path(self.directory, self.path.lstrip("/"))
+        path = self.file()
         if not path.is_file():
             self.send_error(404)
             return
-        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-        part = content[int(first) : int(last) + 1 if last else None]
-        self.send_response(206 if "Range" in self.headers else 200)
-        self.send_header("Content-Length", str(len(part) if content else path.stat().st_size))
+        part = "Range" in self.headers and self.ranges
+        first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-") if part else ("0", "", "")
+        content, size = content[int(first) : int(last) + 1 if last else None], path.stat().st_size
+        self.send_response(206 if part else 200)
+        self.send_header("Content-Length", str(size if self.command == "HEAD" else len(content)))
         self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
         self.end_headers()
-        self.wfile.write(part)
+        self.wfile.write(content)
 
     def log_message(self, *_):
         pass
 
 
-def test_the_command_reads_from_a_server(model, tmp_path):
-    pytest.importorskip("aiohttp")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS)))
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *arguments: Ranges(*arguments, directory=str(tmp_path))
-    )
+@contextmanager
+def served(directory, handler=Ranges):
+    """The address of a server of the files in a directory."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), lambda *given: handler(*given, directory=str(directory)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        tokenize(model, tmp_path / "out", f"s=http://127.0.0.1:{server.server_address[1]}/a.jsonl.gz")
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_the_command_reads_from_a_server(model, tmp_path):
+    pytest.importorskip("aiohttp")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS)))
+    with served(tmp_path) as address:
+        tokenize(model, tmp_path / "out", f"s={address}/a.jsonl.gz")
     assert sorted(decoded(tmp_path / "out", "s", model)) == sorted(TEXTS)
+
+
+class Hub(Ranges):
+    """The dataset o/n of Hugging Face's hub: what it is, its folders, and its files by ranges."""
+
+    forbidden = ""
+
+    def file(self):
+        return Path(self.directory, self.path.removeprefix("/datasets/o/n/resolve/main/"))
+
+    def do_GET(self):
+        page, _, _ = self.path.partition("?")
+        folder = Path(self.directory, page.removeprefix("/api/datasets/o/n/tree/main").lstrip("/"))
+        if self.forbidden and self.forbidden in page:
+            self.send_error(403)
+        elif page == "/api/datasets/o/n":
+            self.say({"id": "o/n", "sha": "1"})
+        elif page.startswith("/api/") and folder.is_dir():
+            self.say([self.entry(path) for path in sorted(folder.iterdir())])
+        else:
+            super().do_GET()
+
+    def entry(self, path):
+        facts = {"path": str(path.relative_to(self.directory)), "oid": str(path.stat().st_mtime_ns)}
+        return {"type": "directory" if path.is_dir() else "file", "size": path.stat().st_size, **facts}
+
+    def say(self, answer):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def send_error(self, code):
+        self.send_response(code)
+        self.send_header("X-Error-Code", "EntryNotFound" if code == 404 else "")
+        self.end_headers()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path, remote, in_this_process):
+    """The folder of the files of hf://datasets/o/n."""
+    pytest.importorskip("huggingface_hub")
+    (folder := tmp_path / "hub").mkdir()
+    (folder / "a.jsonl").write_bytes(json_lines(LONG))
+    storage.file_system.cache_clear()
+    with served(folder, Hub) as address:
+        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": address})
+        yield folder
+
+
+def test_a_dataset_of_the_hub_gives_its_texts(hub, model, tmp_path):
+    (hub / "deep").mkdir()
+    (hub / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS)))
+    tokenize(model, tmp_path / "out", "s=hf://datasets/o/n/**/*.jsonl*")
+    assert sorted(decoded(tmp_path / "out", "s", model)) == sorted(LONG + TEXTS)
+
+
+def test_a_hub_without_ranges_never_gives_other_bytes(hub, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "ranges", False)
+    _, error = tokenize(model, tmp_path / "out", "s=hf://datasets/o/n/a.jsonl", code=1)
+    assert re.search(r"a\.jsonl: cannot be read \(the server gave [\d,]+ bytes for bytes 0 to", error)
+
+
+def test_what_may_not_be_listed_is_not_absent(hub, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "forbidden", "/tree/")
+    _, error = tokenize(model, tmp_path / "out", "s=hf://datasets/o/n/a.jsonl", code=2)
+    assert "--source s=hf://datasets/o/n/a.jsonl: cannot be read (403 Forbidden" in error and error.count("\n") == 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_attention
 from moh_lm.flags import parse_config
 from moh_lm.kernels import choose, measured
@@ -126,3 +127,11 @@ def test_auto_is_dense_where_the_faster_backend_cannot_compute(monkeypatch):
     assert choose_backend("auto", cuda, *given, dense_only=True) == "dense"
     monkeypatch.setattr(choose, "TRITON", None)
     assert choose_backend("auto", cuda, *given) == "dense"
+
+
+@pytest.mark.parametrize("text", ["", "5", "[1]", '[{"machine": "x"}]', "<<<<<<< HEAD\n[]", "[" * 100_000])
+def test_damaged_measurements_are_named(tmp_path, monkeypatch, text):
+    (tmp_path / "measured.json").write_text(text)
+    monkeypatch.setattr(measured, "FILE", tmp_path / "measured.json")
+    with pytest.raises(ConfigError, match="measured.json: cannot be read .*; restore it"):
+        measured.read()

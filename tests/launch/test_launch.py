@@ -172,6 +172,9 @@ def test_a_launcher_that_a_signal_ended_is_no_success(tmp_path):
 def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
     code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
     assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output
+    (trainer / "options").write_text("node1 slots=1\n -oProxyCommand=id slots=1\n")
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="options")
+    assert (code, output.count("\n")) == (2, 1) and "-oProxyCommand=id: is an option of ssh" in output
     assert not (trainer / "rank-0.json").exists()
 
 
@@ -297,7 +300,7 @@ def make_corpus(directory, **variables):
 def test_corpus_has_the_same_bytes_each_time(corpus, tmp_path):
     first, _ = corpus
     make_corpus(tmp_path, PYTHONHASHSEED="7")
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.glob("[!.]*"))
     assert names == ["docstrings.jsonl.zst", "library.json.gz", "topics.jsonl"]
     assert all((first / name).read_bytes() == (tmp_path / name).read_bytes() for name in names)
 

@@ -178,10 +178,14 @@ def test_a_page_that_somebody_else_wrote_is_not_replaced(runs, tmp_path, monkeyp
     foreign = tmp_path / "report.html"
     foreign.write_text("<!doctype html><title>mine</title>")
     assert run_report.main([str(runs.first), str(runs.second)]) == 2
-    assert "report.html: is not a page of this program" in capsys.readouterr().err
+    assert "report.html: is not a file of this program" in capsys.readouterr().err
     assert foreign.read_text() == "<!doctype html><title>mine</title>"
     foreign.unlink()
-    assert [run_report.main([str(runs.first), str(runs.second)]) for _ in range(2)] == [0, 0]
+    (picture := tmp_path / "report.loss.png").write_bytes(b"mine")
+    assert run_report.main([str(runs.first), str(runs.second), "--png"]) == 2
+    assert picture.read_bytes() == b"mine" and not foreign.exists()
+    picture.unlink()
+    assert [run_report.main([str(runs.first), str(runs.second), "--png"]) for _ in range(2)] == [0, 0]
 
 
 def test_the_page_says_what_ran_where(runs, tmp_path):

@@ -62,3 +62,11 @@ def test_copies_and_text_that_is_no_english_are_left_out(tmp_path):
     own = [text for text in documents["prose"] if text in pages.values()]
     assert own == [story, pages["b/LICENSE"], other] and unread == 1
     assert sorted(atlas_corpus.without_copies([*own, "brief", "brief"])) == sorted([story, other, "brief"])
+
+
+def test_a_foreign_file_is_refused_before_anything_is_downloaded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "code.jsonl.zst").write_bytes(b"mine")
+    monkeypatch.setattr(atlas_corpus, "download", None)
+    assert atlas_corpus.main([str(tmp_path)]) == 2
+    assert "code.jsonl.zst: was written or changed by someone else" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["code.jsonl.zst"]

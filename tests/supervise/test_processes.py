@@ -3,6 +3,7 @@
 import pytest
 
 from moh_lm import pretrain
+from moh_lm.supervise import errors
 from moh_lm.training.deepspeed import start
 from tests.training.runs import arguments
 
@@ -16,3 +17,24 @@ def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         pretrain.main()
     assert capsys.readouterr().err.endswith("LOCAL_RANK 1: GPUs that this process sees: 1; start one rank for each\n")
+
+
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many' in the environment"),
+        ({"PMI_SIZE": ""}, "PMI_SIZE is '' in the environment"),
+        ({"RANK": "-1", "WORLD_SIZE": "1"}, "RANK is '-1' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 in the environment: must be below WORLD_SIZE 2"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536' in the environment"),
+    ],
+)
+def test_what_a_launcher_did_not_write_is_named(found, said, monkeypatch, capsys):
+    for name in {*errors.OF_RANKS, *errors.OF_OTHERS}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main(["--dry-run"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"moh_lm.pretrain: {said}")

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ import pytest
 
 from moh_lm.config import ConfigError
 from moh_lm.supervise import run_directory
-from moh_lm.supervise.run_directory import lock_run_directory
+from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
 
 
 def refused(run):
@@ -29,6 +30,39 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path, link):
     link(tmp_path / "mine", tmp_path / ".lock")
     assert refused(tmp_path).endswith(".lock: is a link; remove it")
     assert (tmp_path / "mine").read_text() == "keep"
+
+
+def test_a_foreign_lock_file_keeps_its_content(tmp_path):
+    (tmp_path / ".lock").write_bytes(b"\xffkeep")
+    lock_run_directory(tmp_path).close()
+    assert (tmp_path / ".lock").read_bytes() == b"\xffkeep"
+
+
+@pytest.mark.parametrize("content", ['{"architectures": ["LlamaForCausalLM"]}', "[]", "no JSON"])
+def test_a_directory_with_a_foreign_config_is_no_run_directory(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="has a config.json that no run has written; give another directory"):
+        make_run_directory(tmp_path)
+
+
+def test_foreign_metrics_are_refused_where_no_run_has_begun(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}')
+    with pytest.raises(ConfigError, match="has a metrics.jsonl that no run has written"):
+        make_run_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"train_iters": 5}')  # of a run, whose rows they are then
+    make_run_directory(tmp_path)
+
+
+def test_the_checkpoints_of_a_run_are_no_run_directory(tmp_path):
+    (step := tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    for path, said in (
+        (step, f"lies in a checkpoint, {step}; give the directory of a run"),
+        (step / "new", f"lies in a checkpoint, {step}"),
+        (step.parent, f"holds the checkpoints of a run; give its directory, {tmp_path}"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"--checkpoint-dir {path}: {said}")):
+            make_run_directory(path)
+    assert not list(step.iterdir())
 
 
 def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):

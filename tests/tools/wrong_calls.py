@@ -135,6 +135,8 @@ TOOLS = {
         --checkpoint run --output out --max-shard-size 5 | --max-shard-size 5: write a size such as
         --checkpoint run --output out --license x:[y | --license x:[y: write it as the hub does
         --checkpoint run --output out --overwrite yes | argument 'yes' belongs to no flag: remove it
+        --checkpoint run --output out --as llama | --as llama: choose one of qwen3_5, laguna
+        --checkpoint run --output out --as step3p5 | --as step3p5: no library has a class for it without images
     """,
     "tools/generate.py": """
         | --model: must be given

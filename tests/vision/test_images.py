@@ -423,6 +423,13 @@ def test_the_strongest_augmentation_works_on_grey_images(folder):
     assert all(batch.inputs[0].isfinite().all() for batch in batches)
 
 
+def test_a_pipe_among_the_images_is_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / "0.png")
+    with pytest.raises(ConfigError, match="a/0.png: cannot be read .not a file"):
+        Images(tmp_path)
+
+
 def test_an_image_beside_the_class_folders_is_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     for place in ("cat/a.png", "stray.png"):

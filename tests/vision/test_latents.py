@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -276,12 +277,26 @@ def fewer(path):
 def test_what_does_not_fit_is_said(place):
     (place / "broken").mkdir()
     (place / "broken" / "latents.json").write_text(json.dumps({"classes": ["a"], "sha256": "", "factor": 1}))
-    for name, change in {"empty": lambda path: path.write_bytes(b""), "fewer": fewer}.items():
+    changes = {"empty": lambda path: path.write_bytes(b""), "fewer": fewer}
+    changes["complex"] = lambda path: np.save(path, np.load(path).astype(np.complex64))
+    for name, change in changes.items():
         shutil.copytree(place / "fp32", place / name)
         change(place / name / "latents.npy")
+    facts = json.loads((place / "fp32" / "latents.json").read_text())
+    for name in ("factor", "header", "pipe"):
+        shutil.copytree(place / "fp32", place / name)
+    (place / "factor" / "latents.json").write_text(json.dumps({**facts, "factor": math.nan}))
+    with open(place / "header" / "labels.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**15,)})
+    (place / "pipe" / "labels.npy").unlink()
+    os.mkfifo(place / "pipe" / "labels.npy")
     cases = (
         (training(place / "empty"), "its latents cannot be read (No data left in file)"),
         (training(place / "fewer"), "its latents cannot be read (latents [5, 2, 8, 8, 8], but labels [6])"),
+        (training(place / "complex"), "latents.npy holds complex64, and latents must be fp16 or fp32"),
+        (training(place / "factor"), "the factor is nan, and must be above 0"),
+        (training(place / "header"), "its latents cannot be read (Unable to allocate"),
+        (training(place / "pipe"), "its latents cannot be read (there is no file labels.npy)"),
         (training(place / "fp32", in_channels=3), "--in-channels 3 --input-size 8: "),
         (training(place / "fp32", input_size=16), "set --in-channels 4 --input-size 8"),
         (training(place / "images"), "--in-channels 4: "),

@@ -154,7 +154,8 @@ class Copy:
 
     def go_on(self):
         """Copy what is missing at the end of the part. Raises any error of the protocol."""
-        with open(self.part, "ab") as part, self.origin.files.open(self.origin.path(self.name), "rb") as file:
+        remote = self.origin.files.open(self.origin.path(self.name), "rb", cache_type="none")  # no reading ahead
+        with open(self.part, "ab") as part, remote as file:
             file.seek(part.tell())
             while block := file.read(BLOCK):
                 part.write(block)

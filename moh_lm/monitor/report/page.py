@@ -11,12 +11,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib import colormaps
 
-from moh_lm.config import Config
+from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import publish
 from moh_lm.monitor.report import pictures, tables
 from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
 
 QUIET = ("saved", "started")  # events without a row
+MARKS = (b'content="MoH-LM"', b"Software\0MoH-LM")  # near the beginning of our pages and pictures
 MOST_NAMED = 8  # largest number of layers in a legend
 CAPTIONS = {  # how to read a picture
     "load": "Each band is a layer, each row one of its routed heads, and the run goes from left to right. Rows in the "
@@ -25,11 +26,11 @@ CAPTIONS = {  # how to read a picture
 }
 
 
-def write_page(directories, output, config_type=Config, with_png=False):
+def write_page(directories, output, config_type=Config, with_png=False, replaces=False):
     """Write the report of the runs to ``output``, an HTML file, with PNGs beside it. Returns the files written.
 
-    config_type: class of their configurations. Raises ConfigError if a directory is not that of a run, OSError if a
-    file cannot be written.
+    config_type: class of their configurations. replaces: whether ``output`` may be a file of someone else. Raises
+    ConfigError if a directory is not that of a run, or such a file is in the way, OSError if one cannot be written.
     """
     runs = [RunRecord(directory, config_type) for directory in directories]
     is_one = len(runs) == 1
@@ -56,6 +57,9 @@ def write_page(directories, output, config_type=Config, with_png=False):
     if with_png:
         stem = Path(output).name.removesuffix(".html")  # a name such as rate-0.5 keeps its dot
         files |= {Path(output).with_name(f"{stem}.{name}.png"): pictures.png(of) for name, (_, of) in figures.items()}
+    for path in list(files)[replaces:]:
+        if path.is_file() and not any(mark in path.read_bytes()[:4096] for mark in MARKS):
+            raise ConfigError([f"{path}: is not a file of this program; move it, or give another --output FILE.html"])
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         publish(path, content)

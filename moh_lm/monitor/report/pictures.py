@@ -138,5 +138,5 @@ def svg(figure, name):
 def png(figure):
     """Return the picture as PNG on white, 200 dots per inch."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=200, facecolor="white")
+    figure.savefig(file, format="png", dpi=200, facecolor="white", metadata={"Software": "MoH-LM"})
     return file.getvalue()

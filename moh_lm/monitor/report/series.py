@@ -6,7 +6,7 @@ too. Curves are reduced to at most ``POINTS`` points, each the mean of equally m
 
 import math
 import shlex
-from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -180,9 +180,14 @@ def thinned(rows):
 
 def curve(groups, value):
     """Return (last step of each group, mean of ``value(row)`` over it), without groups that have no value."""
+    return points(groups, [map(value, group) for group in groups])
+
+
+def points(groups, numbers):
+    """Return (last step of each group, mean of its ``numbers``), without groups that have none."""
     found = []
-    for group in groups:
-        values = [number for number in map(value, group) if number is not None and math.isfinite(number)]
+    for group, of in zip(groups, numbers, strict=True):
+        values = [number for number in of if number is not None and math.isfinite(number)]
         if values:
             found.append((group[-1]["step"], sum(values) / len(values)))
     steps, means = zip(*found, strict=True) if found else ((), ())
@@ -221,9 +226,11 @@ def accuracy_curves(groups):
 
 def of_one_shape(training):
     """Return the rows with head metrics whose layers have as many routed heads as in most rows."""
-    rows = [row for row in training if "heads" in row and takes(shape_of, row)]
-    usual = Counter(map(shape_of, rows)).most_common(1)
-    return [row for row in rows if shape_of(row) == usual[0][0]]
+    alike = {}
+    for row in (row for row in training if "heads" in row):
+        with suppress(*ODD):
+            alike.setdefault(shape_of(row), []).append(row)
+    return max(alike.values(), key=len, default=[])
 
 
 def shape_of(row):
@@ -239,13 +246,14 @@ def head_curves(groups):
     loads, figures = {}, {}
     steps = np.array([group[-1]["step"] for group in groups])
     last = groups[-1][-1]["heads"]
+    of_groups = [by_layer(rows, "load") for rows in groups]
     for layer, load in zip(last["layer"], last["load"], strict=True):
         if load:
-            found = [np.mean([of_layer(row, "load", layer) for row in rows], 0) for rows in groups]
-            loads[layer] = steps, np.array(found)
+            loads[layer] = steps, np.array([np.mean(of[layer], 0) for of in of_groups])
     for key in HEAD_FIGURES:
+        of_groups = [by_layer(rows, key) for rows in groups]
         for layer in last["layer"]:
-            found = curve(groups, lambda row, key=key, layer=layer: of_layer(row, key, layer))
+            found = points(groups, [of.get(layer, ()) for of in of_groups])
             if np.any(found[1]):
                 figures.setdefault(key, {})[layer] = found
     return loads, figures
@@ -264,10 +272,13 @@ def mean_sink(row, layer):
     return sum(found) / len(found) if found else None
 
 
-def of_layer(row, key, layer):
-    """Return a metric of a layer in a row; None if the row lacks it."""
-    layers, found = row["heads"]["layer"], row["heads"].get(key)
-    return None if found is None or layer not in layers else found[layers.index(layer)]
+def by_layer(rows, key):
+    """{layer: its values of a metric, of the rows that have it}."""
+    found = {}
+    for heads in (row["heads"] for row in rows):
+        for layer, value in zip(heads["layer"], heads[key], strict=True) if heads.get(key) is not None else ():
+            found.setdefault(layer, []).append(value)
+    return found
 
 
 def training_seconds(rows, before):

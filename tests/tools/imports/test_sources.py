@@ -58,6 +58,7 @@ def test_every_spelling_of_the_rotary_embedding_is_read(imported, llama, tmp_pat
         ({"num_key_value_heads": 3}, "--num-key-value-heads 3: must divide"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "48"}, "hidden_size '48': must be a whole number"),
+        ({"vocab_size": 2**70}, f"vocab_size {2**70}: must be below 2^63"),
         ({"max_position_embeddings": "64"}, "max_position_embeddings '64': must be a whole number"),
         ({"max_position_embeddings": None}, "max_position_embeddings None: must be the longest sequence, 1 or above"),
         ({"max_position_embeddings": -5}, "max_position_embeddings -5: must be the longest sequence, 1 or above"),

@@ -10,13 +10,12 @@ of a Llama, other scalings of the rotary embedding, quantized weights, remote co
 
 import shlex
 from dataclasses import fields
-from typing import get_args, get_origin
 
 from moh_lm.checks.model import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig, raise_any
-from moh_lm.config.fields import as_tuples
+from moh_lm.config.fields import as_tuples, fits, in_words
 from moh_lm.config.model import OF_LAYERS
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import read_json
 from tools.hf.convert import keys
 
 ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers if a mistral's file has none
@@ -32,14 +31,13 @@ TYPES = {entry.key: FIELDS[entry.field] for entry in keys.MODEL}  # types of val
 TYPES |= {"max_position_embeddings": int, "sliding_window": int, "layer_types": tuple[str, ...]}
 OUR_TYPES = {entry.key: FIELDS[entry.field] for entry in (*keys.OURS, *keys.HEADS)}  # types of values including null
 OUR_TYPES |= {"layer_heads": tuple[int, ...], "layer_windows": tuple[int, ...]}
-IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def read_config(directory):
     """The content of ``directory``/config.json, with values of the types that are read. Raises ConfigError."""
     path = directory / "config.json"
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); give a model in Hugging Face form"]) from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
@@ -56,7 +54,7 @@ def type_problems(values):
     types = {key: wanted for key, wanted in TYPES.items() if values.get(key) is not None}
     types |= OUR_TYPES if kind == "moh_llama" else {}
     found = [
-        f"{key} {values[key]!r}: must be {in_words(wanted)}"
+        f"{key} {values[key]!r}: must be {in_words(wanted, values[key])}"
         for key, wanted in types.items()
         if key in values and not fits(values[key], wanted)
     ]
@@ -64,22 +62,6 @@ def type_problems(values):
     if longest is None or (fits(longest, int) and longest < 1):
         found.append(f"max_position_embeddings {longest}: must be the longest sequence, 1 or above")
     return found
-
-
-def fits(value, wanted):
-    """Return whether a JSON value has the type of a field, which may be one of several (int | None) or a tuple."""
-    if get_origin(wanted) is tuple:
-        return isinstance(value, list) and all(fits(part, get_args(wanted)[0]) for part in value)
-    if get_args(wanted):
-        return any(fits(value, one) for one in get_args(wanted))
-    allowed = int | float if wanted is float else wanted
-    return isinstance(value, allowed) and isinstance(value, bool) == (wanted is bool)
-
-
-def in_words(wanted):
-    if get_origin(wanted) is tuple:
-        return f"a list of {in_words(get_args(wanted)[0]).removeprefix('a ')}s"
-    return " or ".join(map(in_words, get_args(wanted))) or IN_WORDS.get(wanted, "null")
 
 
 def refuse_run(flag, directory):

@@ -20,11 +20,11 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, flag
+from moh_lm.config.fields import fits
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import model_files
-from tools.hf.convert.import_config import fits
 from tools.hf.convert.import_weights import EMBEDDING
 from tools.hf.convert.source_tokenizer import cleaned
 
@@ -61,6 +61,8 @@ def read_tokenizer(path, vocab_size, named):
 
 def without_code(file):
     """Return the bytes of a file of a tokenizer, without references to Python code in tokenizer_config.json."""
+    if not file.is_file():
+        raise ConfigError([f"{file}: is not a file; restore it, or remove it"])
     content = file.read_bytes()
     try:
         return cleaned(content, {}) if file.name == TOKENIZER_FILES[2] else content
