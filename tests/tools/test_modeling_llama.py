@@ -161,7 +161,7 @@ def test_rotary_settings_of_from_pretrained_are_used_and_saved(changes, tmp_path
         ({"rope_parameters": YARN | {"beta_fast": 16.0}}, "beta_fast 16.0 of rope_type 'yarn'"),
         ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor 1.0 of rope_type 'yarn'"),
         ({"attention_bias": True}, "no biases"),
-        ({"query_dim": 6, "head_dim": 7, "num_key_value_heads": 2}, "query_dim 6: head_dim 7 must be at least 2 above it at"),
+        ({"query_dim": 6, "head_dim": 7, "num_key_value_heads": 2}, "head_dim 7 must be at least 2 above it"),
         ({"two_stage": "no"}, "two_stage 'no': must be true or false"),
         ({"routed_keys": "own"}, "routed_keys 'own': must be one of all, selected"),
         ({"routed_positions": "head"}, "routed_positions 'head': must be one of text"),
