@@ -20,7 +20,7 @@ from data_prep.inputs import Source, same_content
 from data_prep.storage import exists, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, publish, read_json, refuse_foreign
+from moh_lm.data.files import ShardError, beside, publish, read_json
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
@@ -46,7 +46,7 @@ def check_model_file(path: Path):
         raise ConfigError([f"--output {path}: is a directory; give a file name such as {path / 'tokenizer.model'}"])
     if path.name in TOKENIZER_FILES and (path.parent / "manifest.json").exists():
         raise ConfigError([f"--output {path}: is the tokenizer of the shards in its directory; give another file"])
-    refuse_foreign(writable_directory(path.parent), [path.name])
+    writable_directory(path.parent)
 
 
 def check_tokenizer_files(output: Path, contents: dict[str, bytes]):

@@ -29,7 +29,7 @@ from data_prep.tiktoken_extension import extended_ranks
 from data_prep.training_sample import SAMPLED_UNIT, read_sample, sample_sentences
 from data_prep.units import plan_units
 from moh_lm.config import ConfigError
-from moh_lm.data.files import publish_own
+from moh_lm.data.files import publish
 from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.data.tokenizer import model_files
@@ -73,7 +73,7 @@ def run(flags) -> int:
         new_texts, old_texts = ([line.decode() for line in part] for part in (lines, old_lines))
         with told("extending"):
             model = extend(source, new_texts, old_texts, flags.vocab_size)
-    publish_own(output.parent, {output.name: model})
+    publish(output, model)
     new = Tokenizer(str(output))
     print(f"wrote {output}: ids 0 to {old.vocab_size - 1:,} as before, {new.vocab_size - old.vocab_size:,} new ones")
     changes = [[name, *change(lines, old, new)] for name, lines in measured.items() if lines]

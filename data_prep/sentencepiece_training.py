@@ -17,7 +17,7 @@ from data_prep.output import check_model_file
 from data_prep.report import told
 from data_prep.training_sample import LONGEST_SENTENCE, read_sample
 from moh_lm.config import raise_any
-from moh_lm.data.files import publish_own
+from moh_lm.data.files import publish
 
 BYTES_AND_CONTROLS = 256 + 3  # pieces in every model
 SMALLEST = BYTES_AND_CONTROLS + 1  # the smallest size about which SentencePiece gives advice
@@ -33,7 +33,7 @@ def run(flags) -> int:
     print(f"training {flags.vocab_size:,} pieces on {sum(map(len, sentences)):,} bytes of text", flush=True)
     with told("training"):
         model = train(sentences, flags.vocab_size)
-    publish_own(output.parent, {output.name: model})
+    publish(output, model)
     print(f"wrote {output}")
     return 0
 

@@ -52,7 +52,7 @@ def complete_rows(path):
     """Return [(line, object)] of a file of ``Rows`` with steps, empty if it is missing. Lines cut off by a crash are
     left out."""
     found, lines = [], []
-    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=open_at_once) as file:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, "rb", opener=open_at_once) as file:
         lines = file.read().decode(errors="replace").splitlines()
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError):

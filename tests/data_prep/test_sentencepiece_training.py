@@ -41,16 +41,6 @@ def test_training_is_deterministic_and_makes_a_model_like_llamas(model, tmp_path
         assert processor.decode(processor.encode(text)) == text
 
 
-def test_a_foreign_model_is_not_replaced_and_an_own_one_is(model, tmp_path, capsys):
-    (foreign := tmp_path / "m.model").write_bytes(b"mine")
-    train_by_command(model.parent / "*.jsonl", 400, foreign, code=2)
-    assert "m.model: was written or changed by someone else" in capsys.readouterr().err
-    assert foreign.read_bytes() == b"mine"
-    foreign.unlink()
-    for size in (400, 410):
-        train_by_command(model.parent / "*.jsonl", size, foreign)
-
-
 def test_the_segment_cache_can_encode_with_a_trained_model(model):
     assert Tokenizer(str(model)).cache is not None
 

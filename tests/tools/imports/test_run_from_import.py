@@ -120,7 +120,7 @@ def test_a_run_whose_import_is_lost_or_cut_short_is_not_started(pristine, data_d
         (pristine / "checkpoints" / "latest").unlink()
     else:
         shutil.rmtree(pristine / "checkpoints")
-    with pytest.raises(AssertionError, match="the import of .* is not there"):
+    with pytest.raises(AssertionError, match="the import of .* is missing"):
         run_ranks(run, 1, flags(data_dir, pristine, *model))
 
 
