@@ -101,7 +101,7 @@ def prepared(programs, tmp_path_factory):
 def executions(request, prepared, tmp_path_factory):
     """{page: Future} of the pages whose tests were asked for, those with most commands first."""
     asked = {item.callspec.params["page"] for item in request.session.items if "executions" in item.fixturenames}
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         ordered = sorted(asked, key=lambda page: -len([*commands(page)]))
         yield {page: pool.submit(execute_page, page, prepared, tmp_path_factory.mktemp("page")) for page in ordered}
         pool.shutdown(cancel_futures=True)
