@@ -295,7 +295,7 @@ class Hub(Ranges):
 @pytest.fixture
 def hub(monkeypatch, tmp_path, remote, in_this_process):
     """The folder of the files of hf://datasets/o/n."""
-    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub.constants"), "HF_HUB_OFFLINE", False)
     (folder := tmp_path / "hub").mkdir()
     (folder / "a.jsonl").write_bytes(json_lines(LONG))
     storage.file_system.cache_clear()
