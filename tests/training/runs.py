@@ -1,6 +1,7 @@
 """Small runs of the training program on the ranks of a test, what they leave, and engines that take single steps."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -34,6 +35,16 @@ def run(flags, stop_after=None):
     stop_after: exit after the checkpoint of that step, as a crash would.
     """
     return train_here(TEXT, parse_config(["--run-report", "false", *flags])[0], stop_after)
+
+
+def left_after(step, whole, directory):
+    """Make ``directory`` what the run in ``whole`` had left if it had died after the checkpoint of ``step``."""
+    shutil.copytree(whole, directory, dirs_exist_ok=True)
+    checkpoints = Path(directory) / "checkpoints"
+    (checkpoints / "latest").write_text(f"step-{step}\n")
+    for path in checkpoints.glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
 
 
 def engine_of(config, num_sources=1):

@@ -15,7 +15,7 @@ from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
 from moh_lm.training.deepspeed.norms import norms_by_kind
 from tests.distributed import run_ranks
-from tests.training.runs import arguments, equal, events, parameters, rows, run, state, training_rows
+from tests.training.runs import arguments, equal, events, left_after, parameters, rows, run, state, training_rows
 
 EVERY_STEP = "--log-interval 1 --save-interval 1 --eval-samples 2 --warmup-iters 0 --routing released".split()
 WARMUP = [*EVERY_STEP, *"--train-iters 5 --eval-interval 1 --dense-warmup-iters 3 --peak-tflops 1".split()]
@@ -55,13 +55,11 @@ def test_a_dense_warmup_is_dense_training_to_the_bit(data_dir, warmed, tmp_path)
 def test_routers_start_with_a_first_adam_step_after_a_warmup(
     data_dir, warmed, tmp_path, kept, more
 ):
-    directory = shutil.copytree(warmed, tmp_path / "run")
-    for step in range(kept + 1, 6):
-        shutil.rmtree(directory / "checkpoints" / f"step-{step}")
+    left_after(kept, warmed, tmp_path)
     if more:
-        run_ranks(run, 2, arguments(data_dir, directory, *WARMUP, *more.split()), 4)
+        run_ranks(run, 2, arguments(data_dir, tmp_path, *WARMUP, *more.split()), 4)
     rate = training_rows(warmed)[3]["learning_rate"]
-    assert_first_step_of_adam(state(directory, 3), state(directory, 4), rate, lambda key: ".router." in key)
+    assert_first_step_of_adam(state(tmp_path, 3), state(tmp_path, 4), rate, lambda key: ".router." in key)
 
 
 def assert_first_step_of_adam(before, after, rate, chosen):
@@ -80,9 +78,9 @@ def test_a_step_of_the_warmup_is_a_dense_model_to_all_tools(warmed):
 
 
 def test_a_run_stopped_around_its_warmup_resumes_to_the_bit(data_dir, warmed, tmp_path):
-    flags = arguments(data_dir, tmp_path, *WARMUP)
-    for last_step in (2, 3, None):
-        run_ranks(run, 1, flags, last_step)
+    left_after(2, warmed, tmp_path)
+    for last_step in (3, None):
+        run_ranks(run, 1, arguments(data_dir, tmp_path, *WARMUP), last_step)
     assert rows(tmp_path) == rows(warmed)
     assert equal(parameters(tmp_path), parameters(warmed))
 
@@ -160,7 +158,7 @@ CHANGES = "--load-balance-coefficient 0.5 --load-balance-scope global_batch --ro
 
 def test_router_settings_change_on_a_resume_only_if_allowed(data_dir, warmed, tmp_path):
     flags = arguments(data_dir, tmp_path, *WARMUP)
-    run_ranks(run, 1, flags, 4)
+    left_after(4, warmed, tmp_path)
     changed = [*flags, *CHANGES.split()]
     found = contradictions(parse_config(changed)[0])
     assert len(found) == 3 and all("--allow-routing-change resumes anyway" in text for text in found)
@@ -193,16 +191,17 @@ def test_an_interval_that_began_in_the_warmup_has_no_heads(data_dir, tmp_path):
     assert first["load_balance_loss"] == 0 < second["load_balance_loss"]
 
 
-@pytest.mark.parametrize("selection", ["all", "static"])
-def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path, selection):
-    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--train-iters 3 --eval-interval 0 --log-interval 3".split())
-    run_ranks(run, 2, [*flags, "--load-balance-scope", "global_batch"], 2)
-    changed = [*flags, "--head-selection", selection]
-    assert "--allow-routing-change" in contradictions(parse_config(changed)[0])[0]
-    run_ranks(run, 1, [*changed, "--allow-routing-change"])
-    (row,) = training_rows(tmp_path)
-    assert row["load_balance_loss"] == 0 and "heads" not in row
-    assert not any(".router." in name for name in parameters(tmp_path))
+def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path):
+    more = [*EVERY_STEP, *"--train-iters 3 --eval-interval 0 --log-interval 3".split()]
+    run_ranks(run, 2, arguments(data_dir, tmp_path / "two", *more, "--load-balance-scope", "global_batch"), 2)
+    for selection in ("all", "static"):
+        left_after(2, tmp_path / "two", tmp_path / selection)
+        changed = arguments(data_dir, tmp_path / selection, *more, "--head-selection", selection)
+        assert "--allow-routing-change" in contradictions(parse_config(changed)[0])[0]
+        run_ranks(run, 1, [*changed, "--allow-routing-change"])
+        (row,) = training_rows(tmp_path / selection)
+        assert row["load_balance_loss"] == 0 and "heads" not in row
+        assert not any(".router." in name for name in parameters(tmp_path / selection))
 
 
 def test_gates_far_from_one_are_refused_before_a_run(data_dir, tmp_path):
