@@ -11,11 +11,19 @@ from moh_lm.cost.summary import describe_batches
 from moh_lm.flags import parse_config
 from tests.data.directories import loader, make_directory, open_dataset
 from tests.distributed import run_ranks
-from tests.training.runs import arguments, equal, losses, parameters, run, training_rows
+from tests.training.runs import arguments, equal, left_after, losses, parameters, run, training_rows
 
 SMALL = "--seq-length 16 --batch-tokens 512 --micro-batch-size 2"  # 32 sequences
 WARMUP = ("--batch-warmup", "64:384", "--batch-tokens", "256", "--train-iters", "9", "--save-interval", "4")
-EVERY = ("--log-interval", "1", "--eval-interval", "0", "--eval-samples", "1")
+EVERY = "--log-interval 1 --eval-interval 0 --eval-samples 1 --load-balance-scope global_batch".split()
+
+
+@pytest.fixture(scope="module")
+def whole(data_dir, tmp_path_factory):
+    """The directory of an uninterrupted run with a warm-up, on one rank."""
+    directory = tmp_path_factory.mktemp("whole")
+    run_ranks(run, 1, arguments(data_dir, directory, *EVERY, *WARMUP))
+    return directory
 
 
 def configured(*flags):
@@ -69,20 +77,15 @@ def test_a_loader_reads_each_sample_once_in_any_layout(tmp_path):
             reader.close()
 
 
-def test_every_layout_and_a_resume_grow_alike(data_dir, tmp_path):
-    found, balance = {}, ("--load-balance-scope", "global_batch")
-    layouts = {
-        "one": (1, ()), "data": (2, ("--zero-stage", "3")), "stages": (2, ("--pipeline-parallel-size", "2")),
-    }  # fmt: skip
+def test_every_layout_and_a_resume_grow_alike(data_dir, whole, tmp_path):
+    left_after(4, whole, tmp_path / "one")
+    layouts = {"one": (1, ()), "data": (2, ("--zero-stage", "3")), "stages": (2, ("--pipeline-parallel-size", "2"))}
+    found = {}
     for name, (world_size, more) in layouts.items():
-        flags = arguments(data_dir, tmp_path / name, *EVERY, *WARMUP, *balance, *more)
-        if name == "one":
-            run_ranks(run, 1, arguments(data_dir, tmp_path / "whole", *EVERY, *WARMUP, *balance))
-            run_ranks(run, 1, flags, 4)
-        run_ranks(run, world_size, flags)
+        run_ranks(run, world_size, arguments(data_dir, tmp_path / name, *EVERY, *WARMUP, *more))
         found[name] = [(row["loss"], row["grad_norm"]) for row in training_rows(tmp_path / name)]
-    assert equal(parameters(tmp_path / "one"), parameters(tmp_path / "whole"))
-    rows = training_rows(tmp_path / "whole")
+    assert equal(parameters(tmp_path / "one"), parameters(whole))
+    rows = training_rows(whole)
     assert found["one"] == [(row["loss"], row["grad_norm"]) for row in rows] and len(rows) == 9
     ends = [*itertools.accumulate([4, 4, 4, 8, 8, 16, 16, 16, 16])]
     assert [row["consumed_samples"] for row in rows] == ends
@@ -91,16 +94,14 @@ def test_every_layout_and_a_resume_grow_alike(data_dir, tmp_path):
         assert np.allclose(found[name], found["one"], rtol=1e-6, atol=0), name
 
 
-def test_a_step_is_that_of_a_run_whose_batch_is_that_small(data_dir, tmp_path):
-    small = ("--batch-tokens", "64", "--train-iters", "9")
-    for name, flags in (("grows", WARMUP), ("small", small)):
-        run_ranks(run, 1, arguments(data_dir, tmp_path / name, *EVERY, *flags), 4)
-    grows, small = (losses(tmp_path / name) for name in ("grows", "small"))
-    assert grows[:3] == small[:3] and grows[3] != small[3]
+def test_a_step_is_that_of_a_run_whose_batch_is_that_small(data_dir, whole, tmp_path):
+    small = ("--batch-tokens", "64", "--train-iters", "9", "--save-interval", "4")
+    run_ranks(run, 1, arguments(data_dir, tmp_path, *EVERY, *small), 4)
+    assert losses(whole)[:3] == losses(tmp_path)[:3] and losses(whole)[3] != losses(tmp_path)[3]
 
 
-def test_a_resume_with_other_batches_is_refused(data_dir, tmp_path):
-    run_ranks(run, 1, arguments(data_dir, tmp_path, *EVERY, *WARMUP), 4)
+def test_a_resume_with_other_batches_is_refused(data_dir, whole, tmp_path):
+    left_after(4, whole, tmp_path)
     flags = arguments(data_dir, tmp_path, *EVERY, *WARMUP, "--batch-warmup", "64:640")
     with pytest.raises(Exception, match="--batch-tokens 256 with --batch-warmup 64:640 differs from the batch size of"):
         run_ranks(run, 1, flags)
