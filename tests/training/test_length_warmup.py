@@ -9,7 +9,7 @@ from moh_lm.cost.summary import describe_lengths
 from moh_lm.flags import parse_config
 from tests.data.directories import SEQ_LENGTH, loader, make_directory, open_dataset
 from tests.distributed import run_ranks
-from tests.training.runs import arguments, equal, losses, parameters, run
+from tests.training.runs import arguments, equal, left_after, losses, parameters, run
 
 WARMUP = ("--seq-length-warmup", "2:5", "--log-interval", "1", "--eval-interval", "0", "--eval-samples", "1")
 
@@ -52,21 +52,16 @@ def test_parts_begin_at_position_0_and_all_else_stays(tmp_path, resets):
 
 
 def test_every_layout_and_a_resume_warm_up_alike(data_dir, tmp_path):
-    found = {}
-    stages, shards = ("--pipeline-parallel-size", "2"), ("--tensor-parallel-size", "2")
-    for name, world_size, more in (("one", 1, ()), ("stages", 2, stages), ("shards", 2, shards)):
-        flags = arguments(data_dir, tmp_path / name, *WARMUP, *more)
-        if name == "one":
-            run_ranks(run, world_size, arguments(data_dir, tmp_path / "whole", *WARMUP))
-            run_ranks(run, world_size, flags, 3)
-        run_ranks(run, world_size, flags)
-        found[name] = losses(tmp_path / name)
-    assert equal(parameters(tmp_path / "one"), parameters(tmp_path / "whole"))
-    assert found["one"] == losses(tmp_path / "whole") and len(found["one"]) == 7
-    for name in ("stages", "shards"):
-        assert np.allclose(found[name], found["one"], rtol=1e-6, atol=0)
-    run_ranks(run, 1, arguments(data_dir, tmp_path / "plain", *WARMUP, "--seq-length-warmup", "15:1"))
-    assert losses(tmp_path / "plain")[0] != found["one"][0]
+    run_ranks(run, 1, arguments(data_dir, tmp_path / "whole", *WARMUP))
+    left_after(3, tmp_path / "whole", tmp_path / "resumed")
+    run_ranks(run, 1, arguments(data_dir, tmp_path / "resumed", *WARMUP))
+    run_ranks(run, 2, arguments(data_dir, tmp_path / "stages", *WARMUP, "--pipeline-parallel-size", "2"))
+    whole, resumed, stages = (losses(tmp_path / name) for name in ("whole", "resumed", "stages"))
+    assert equal(parameters(tmp_path / "resumed"), parameters(tmp_path / "whole"))
+    assert resumed == whole and len(whole) == 7
+    assert np.allclose(stages, whole, rtol=1e-6, atol=0)
+    run_ranks(run, 1, arguments(data_dir, tmp_path / "plain", *WARMUP, "--seq-length-warmup", "15:1"), 3)
+    assert losses(tmp_path / "plain")[0] != whole[0]
 
 
 @pytest.mark.parametrize("given", ["256", "16:5", "0:5", "8:0", "8:x"])
