@@ -24,7 +24,7 @@ from tests.distributed import run_ranks
 from tests.monitor.logged import ROUNDING, cells, events_of
 from tests.monitor.test_alarms import interval
 from tests.tools.exporting import PAPER, write_checkpoint
-from tests.training.runs import arguments, distance, parameters, rows, run, state
+from tests.training.runs import arguments, distance, left_after, parameters, rows, run, state
 from tools import export_hf, import_hf
 from tools.checkpoints.write import consolidate
 from tools.hf.convert.import_config import model_config
@@ -38,9 +38,8 @@ MODELS = {
     "top-p, released": f"{HEADS} --num-shared-heads 2 10 --num-active-routed-heads 9 6 {TOP_P} --routing released "
     "--load-balance-scope global_batch",
     "both": f"--routing paper {GROUPS} --num-active-routed-heads 10 {TOP_P}",
-    "sigmoid": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 8 --routing sigmoid",
     "scaled, z-loss": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 8 --routing paper_scaled "
-    "--router-z-loss 3",
+    "--router-z-loss 3 --router-gumbel-noise 0.1",
     "gated": f"{HEADS} --head-selection gated",
     "tamed": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 4 --routing released "
     "--dense-warmup-iters 1 --router-gumbel-noise 1 --router-learning-rate-scale 0.1 --router-gradient-clipping 1e-4 "
@@ -56,14 +55,13 @@ MODELS["in groups"] = f"{IN_GROUPS} --num-active-routed-heads 8 4 --routing rele
 MODELS["in groups, bias, query norm"] = (
     f"{IN_GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 --load-balance-bias-rate 0.01 --window 6"
 )
-STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 1 --eval-interval 0 --warmup-iters 0
+STEADY = """--train-iters 2 --log-interval 1 --save-interval 1 --eval-samples 1 --eval-interval 0 --warmup-iters 0
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
 LAYOUTS = {
     "tensor": (2, "--tensor-parallel-size 2"),
     "context": (2, "--context-parallel-size 2 --recompute"),
     "pipeline": (2, "--pipeline-parallel-size 2 --recompute"),
     "data, sparse": (2, "--zero-stage 3 --attention-backend cpu_sparse --recompute"),
-    "offload": (2, "--zero-stage 2 --offload-optimizer --micro-batch-size 1"),
 }
 
 
@@ -84,10 +82,10 @@ def one_process(data_dir, tmp_path_factory):
 @pytest.mark.parametrize(
     "model, layout",
     [
-        ("groups, query norm", "context"), ("top-p, released", "pipeline"), ("both", "tensor"), ("sigmoid", "pipeline"),
+        ("groups, query norm", "context"), ("top-p, released", "pipeline"), ("both", "tensor"),
         ("scaled, z-loss", "data, sparse"), ("gated, softplus, narrow", "tensor"), ("element gates", "tensor"),
-        ("tamed", "tensor"), ("tamed", "offload"), ("bias", "pipeline"), ("bias", "data, sparse"), ("relu", "context"),
-        ("in groups", "pipeline"), ("in groups", "data, sparse"), ("in groups, bias, query norm", "tensor"),
+        ("tamed", "tensor"), ("bias", "pipeline"), ("bias", "data, sparse"), ("relu", "context"),
+        ("in groups", "data, sparse"), ("in groups, bias, query norm", "tensor"),
         ("in groups, bias, query norm", "context"),
     ],  # fmt: skip
 )
@@ -105,7 +103,7 @@ def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_p
         if model == "relu" and mine["step"]:
             coefficients = [saved_state(directory, mine["step"]).get("l1_steps") for directory in (tmp_path, expected)]
             assert coefficients[0] == coefficients[1] != 0
-    for step in (1, 2, 3):  # counts
+    for step in (1, 2):  # counts
         mine, theirs = state(tmp_path, step), state(expected, step)
         biases = [key for key in theirs if key.endswith("router.bias_steps")]
         assert len(biases) == (6 if "bias" in model else 0)
@@ -142,10 +140,10 @@ def test_the_entropy_is_in_the_gradient_not_the_balance_loss(data_dir, tmp_path,
 )
 def test_a_resumed_run_takes_the_routing_of_its_checkpoint(model, sizes, data_dir, tmp_path, one_process):
     flags = arguments(data_dir, tmp_path, *STEADY.split())
-    run_ranks(run, 1, [*flags, *MODELS[model].split()], 2)
+    left_after(1, one_process(model), tmp_path)
     run_ranks(run, 1, [*flags, *HEADS.split(), *sizes.split()])
     assert rows(tmp_path) == rows(one_process(model))
-    coefficients = [saved_state(directory, 3).get("l1_steps") for directory in (tmp_path, one_process(model))]
+    coefficients = [saved_state(directory, 2).get("l1_steps") for directory in (tmp_path, one_process(model))]
     assert coefficients[0] == coefficients[1]
     expected = parameters(one_process(model))
     assert all(torch.equal(value, expected[name]) for name, value in parameters(tmp_path).items())
@@ -170,7 +168,7 @@ def run_recorded(flags):
 
 
 def test_a_bias_follows_whole_steps_and_an_export_selects_by_it(data_dir, tmp_path, export):
-    flags = arguments(data_dir, tmp_path / "run", *STEADY.split(), *MODELS["bias"].split())
+    flags = arguments(data_dir, tmp_path / "run", *STEADY.split(), *MODELS["bias"].split(), "--train-iters", "3")
     (taken,) = run_ranks(run_recorded, 1, flags)
     export(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")  # which compares logits
     exported = load_file(tmp_path / "hf" / "model.safetensors")
@@ -194,7 +192,7 @@ def test_a_bias_follows_whole_steps_and_an_export_selects_by_it(data_dir, tmp_pa
 
 @pytest.mark.parametrize("budgets, sign", [((7, 3), 1), ((7, 7), -1)])
 def test_the_coefficient_of_relu_gates_follows_the_selected_heads(budgets, sign, data_dir, tmp_path):
-    flags = f"{STEADY} {MODELS['relu']} --num-active-routed-heads {budgets[0]} {budgets[1]}"
+    flags = f"{STEADY} --train-iters 3 {MODELS['relu']} --num-active-routed-heads {budgets[0]} {budgets[1]}"
     (taken,) = run_ranks(run_recorded, 1, arguments(data_dir, tmp_path, *flags.split()))
     expected = 0
     steps = [torch.cat(taken[layer], dim=1).split(8, dim=1) for layer in (0, 1)]
