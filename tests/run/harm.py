@@ -7,7 +7,8 @@ from moh_lm.training.engine import Engine
 from moh_lm.training.guard import BadNumbers
 from tests.training.runs import run
 
-EVERY_STEP = ("--save-interval", "1", "--log-interval", "1", "--async-save", "false")
+EVERY_STEP = "--save-interval 1 --log-interval 1 --async-save false --eval-interval 0 --eval-samples 1".split()
+EVERY_STEP += ["--train-iters", "5"]
 
 
 def run_with(flags, step, harm, rank=1, count=1):
