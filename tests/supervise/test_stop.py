@@ -77,10 +77,8 @@ def run_with_signal(flags, step, number, moment):
 @pytest.mark.parametrize(
     "moment, nth, number, stopped_at",
     [
-        ("step", 5, signal.SIGTERM, 5),
         ("step", 4, signal.SIGUSR1, 4),
         ("evaluation", 1, signal.SIGINT, 1),  # the evaluation before the first step
-        ("evaluation", 4, signal.SIGHUP, 4),
         ("save", 1, signal.SIGTERM, 4),  # the save of step 3: one more step
     ],
 )
