@@ -11,7 +11,6 @@ from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.training.sinks import Sinks
 from tests.distributed import run_ranks
 from tests.layers import named, reference_layer
-from tests.model.test_compile import run_without_inductor
 from tests.models import make_model
 from tests.reference import attention_layer
 from tests.training.runs import arguments, run
@@ -81,12 +80,10 @@ def alone(data_dir, tmp_path_factory):
         "--tensor-parallel-size 2",
         "--context-parallel-size 2 --recompute",
         "--pipeline-parallel-size 2",
-        "--micro-batch-size 4 --attention-backend dense --compile",
     ],
 )
 def test_every_layout_has_the_same_sinks(data_dir, tmp_path, alone, more):
-    program, world_size = (run_without_inductor, 1) if "--compile" in more else (run, 2)
-    run_ranks(program, world_size, arguments(data_dir, tmp_path, *MORE, *more.split()))
+    run_ranks(run, 2, arguments(data_dir, tmp_path, *MORE, *more.split()))
     found = sinks_of(tmp_path)
     assert found.keys() == alone.keys() == {0, 2}
     for step, of_sources in alone.items():
