@@ -147,8 +147,8 @@ def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process,
     # Whole are the matrices of the MLP, which tensor parallelism cuts; ZeRO cuts all of them.
     chain = [
         (4, (2, 1, 2, 3, 1, True), ""),
-        (4, (1, 2, 1, 1, 2, False), "--context-parallel-size 2"),
-        (2, (1, 1, 2, 2, 2, False), "--offload-optimizer"),
+        (2, (1, 2, 1, 1, 2, False), ""),
+        (2, (1, 1, 1, 2, 2, False), "--context-parallel-size 2 --offload-optimizer"),
     ]
     for (ranks, layout, more), stop in zip(chain, (2, 4, None), strict=True):
         run_ranks(run, ranks, [*flags_of_layout(layout, data_dir, tmp_path), *more.split()], stop)
