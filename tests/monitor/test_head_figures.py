@@ -101,7 +101,6 @@ def by_hand(ranks, layout, steps, layer, shared):
 @pytest.mark.parametrize(
     "layout, world_size, more",
     [
-        ("data", 1, ()),
         ("data", 2, ("--micro-batch-size", "1", "--recompute")),
         ("tensor", 2, ("--tensor-parallel-size", "2")),
         ("context", 2, ("--context-parallel-size", "2")),
@@ -140,7 +139,6 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
     "layout, more",
     [
         ("tensor", ("--head-selection", "gated", "--tensor-parallel-size", "2")),
-        ("context", ("--head-selection", "gated", "--context-parallel-size", "2", "--recompute")),
         ("pipeline", ("--num-shared-heads", "8", "4", "--num-active-routed-heads", "0", "2",
                       "--pipeline-parallel-size", "2", "--routing", "paper", "--routing-top-p", "0.6")),
         ("queries", ("--num-shared-heads", "8", "--num-active-routed-heads", "0", "--routing", "query_norm",
