@@ -25,18 +25,17 @@ class Recorded:
         self.rows.append((event, step, facts["reason"]))
 
 
-@pytest.mark.parametrize("layout", [(1, ()), (2, ("--pipeline-parallel-size", "2"))])
-def test_every_checkpoint_is_copied_whole_through_a_resume(data_dir, tmp_path, layout):
-    world_size, more = layout
+def test_every_checkpoint_is_copied_whole_through_a_resume(data_dir, tmp_path):
+    more = (*SHORT, "--pipeline-parallel-size", "2")
     plain, copying, copies = tmp_path / "plain", tmp_path / "a run", tmp_path / "copies"
     copies.mkdir()
-    run_ranks(run, world_size, arguments(data_dir, plain, *SHORT, *more))
-    flags = arguments(data_dir, copying, *SHORT, *more, "--after-save", f"sleep 0.2; cp -r {{path}} {copies}")
-    run_ranks(run, world_size, flags, 2)  # killed after step 2: its copy may be there or not
+    run_ranks(run, 2, arguments(data_dir, plain, *more))
+    flags = arguments(data_dir, copying, *more, "--after-save", f"sleep 0.2; cp -r {{path}} {copies}")
+    run_ranks(run, 2, flags, 2)  # killed after step 2: its copy may be there or not
     deadline = time.monotonic() + 60
     while not (copies / "step-1" / "manifest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    run_ranks(run, world_size, flags)
+    run_ranks(run, 2, flags)
     assert {"step-1", "step-3", "step-4"} <= {path.name for path in copies.iterdir()}
     assert not any(verify(copies / f"step-{number}") for number in (1, 3, 4))
     assert rows(copying) == rows(plain) and not events(copying, "after-save failed")
