@@ -147,9 +147,9 @@ for name in ("openmpi", "mpich", "impi", "slurm", "mvapich", "pdsh"):
 """
 
 
-def test_other_launchers_get_words_and_paths_as_they_are(tmp_path):
+def test_other_launchers_get_words_and_paths_as_they_are(tmp_path, programs):
     (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
-    command = [sys.executable, "-c", OTHER_LAUNCHERS, "a.sh", *WORDS]
+    command = [programs / "python", "-c", OTHER_LAUNCHERS, "a.sh", *WORDS]
     code, output, _ = execute(command, tmp_path, PYTHONPATH=str(ROOT))
     commands = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
     assert code == 0 and len(commands) == 6, output
@@ -163,10 +163,10 @@ def test_an_ssh_that_fails_is_not_taken_for_a_signal(trainer, programs):
     assert (code, output.count("\n")) == (255, 1) and "ssh to a node failed or broke" in output
 
 
-def test_a_launcher_that_a_signal_ended_is_no_success(tmp_path):
+def test_a_launcher_that_a_signal_ended_is_no_success(programs):
     killed = "lambda _: ranks.subprocess.Popen(['sh', '-c', 'kill -KILL $$']).wait()"
     code = f"import sys; from launch import ranks; ranks.runner.main = {killed}; sys.exit(ranks.main('a.sh'))"
-    done = execute([sys.executable, "-c", code], ROOT)
+    done = execute([programs / "python", "-c", code], ROOT)
     assert done[0] == 128 + signal.SIGKILL and "a.sh: SIGKILL ended the launcher" in done[1]
 
 
@@ -200,9 +200,10 @@ def test_devices_that_the_launcher_cannot_read_are_named(trainer, programs):
 
 
 @pytest.mark.parametrize("start", ["deepspeed --num_gpus 2 --master_port", "torchrun --nproc-per-node 2 --master-port"])
-def test_a_launcher_runs_the_script_on_two_ranks(start, trainer):
+def test_a_launcher_runs_the_script_on_two_ranks(start, trainer, programs):
     with reserved_port() as port:
-        code, output, _ = execute([*start.split(), port, ROOT / SCRIPTS[0], "--data-dir", "my data"], trainer)
+        command = [*start.split(), port, ROOT / SCRIPTS[0], "--data-dir", "my data"]
+        code, output, _ = execute(command, trainer, **ready(programs))
     assert code == 0, output
     assert [call_of_rank(trainer, rank)["arguments"][-2:] for rank in (0, 1)] == [["--data-dir", "my data"]] * 2
 

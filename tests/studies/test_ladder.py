@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -128,7 +129,8 @@ def test_two_commands_do_not_train_in_one_directory(tmp_path, monkeypatch, capsy
     assert f"OUT {tmp_path}: another run is writing to it" in capsys.readouterr().err
 
 
-def test_a_branch_that_cannot_be_made_ends_the_command(tmp_path, monkeypatch, capsys):
+def test_a_branch_that_cannot_be_made_ends_the_command(tmp_path, monkeypatch, capsys, programs):
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
     found, configs = make(tmp_path)
     stable, branch, *_ = found["1M"]
 
