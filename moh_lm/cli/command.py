@@ -12,9 +12,14 @@ from pathlib import Path
 
 from moh_lm.checkpoint.directory import step_around
 from moh_lm.cli.output import Output, open_closed_streams
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 
 OURS = ("moh_lm", "tools", "data_prep", "studies", "launch")
+READ_AT_IMPORT = {  # variables for which torch or DeepSpeed would end with a traceback: what they accept
+    "DS_ACCELERATOR": ("cuda|cpu", "cuda or cpu"),
+    "DEEPSPEED_TIMEOUT": (r"\d{1,9}", "a number of minutes"),
+    "TORCH_DISTRIBUTED_DEBUG": ("(?i:off|info|detail)", "OFF, INFO or DETAIL"),
+}
 RESUMES = "stopped; run the same command again to resume"
 
 
@@ -40,6 +45,7 @@ def run_command(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise importing DeepSpeed prints which one it has found
     try:
         arguments = parse(texts)
+        raise_any(import_problems())
         if getattr(arguments, "check", False):  # --check
             return 0
         with contextlib.redirect_stdout(Output(sys.stdout, unheard)):
@@ -60,6 +66,15 @@ def run_command(
     except (Failure, *failures) as error:
         print(f"{name}: {reason(error)}{remark}", file=sys.stderr)
         return code
+
+
+def import_problems():
+    """Return a sentence for each variable of the environment with which torch or DeepSpeed cannot be imported."""
+    return [
+        f"{name} is {os.environ[name]!r} in the environment: must be {allowed}; change it, or unset it"
+        for name, (pattern, allowed) in READ_AT_IMPORT.items()
+        if not re.fullmatch(pattern, os.environ.get(name, "")) and name in os.environ
+    ]
 
 
 def device(text):

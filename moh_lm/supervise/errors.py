@@ -12,12 +12,16 @@ import sys
 import time
 from pathlib import Path
 
+from moh_lm.cli.command import import_problems
+
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")  # read beside RANK
 OF_OTHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # read where it is not set
 
 
 def environment_problems():
-    """Sentences for variables of launchers that are not the numbers they should be."""
+    """Sentences for variables with which no run can start: those of launchers must be numbers in range."""
+    if problems := import_problems():
+        return problems
     names = OF_RANKS if "RANK" in os.environ else OF_OTHERS
     found = {name: os.environ[name] for name in names if name in os.environ}
     remedy = "unset it, or start the ranks with torchrun or deepspeed"
