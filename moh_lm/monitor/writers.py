@@ -10,9 +10,12 @@ import importlib
 import json
 import secrets
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
 from moh_lm.parsing import read_json
@@ -25,9 +28,11 @@ class Writers:
     """
 
     def __init__(self, directory, first_step, project="", settings=None):
-        purge_step = first_step + 1 if first_step else 0
-        self.tensorboard = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
-        self.wandb = None
+        self.tensorboard = self.wandb = None
+        threading.excepthook = report_thread
+        with self.tensorboard_may_fail():
+            purge_step = first_step + 1 if first_step else 0
+            self.tensorboard = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
         if project:
             self.guarded(self.start_wandb, Path(directory), first_step, project, settings)
 
@@ -58,11 +63,17 @@ class Writers:
             self.guarded(self.wandb.alert, title="alarm", text=text)
 
     def draw(self, method, *arguments, **more):
-        try:
+        with self.tensorboard_may_fail():
             if self.tensorboard is not None:
                 getattr(self.tensorboard, method)(*arguments, **more)
-        except OSError as error:  # from TensorBoard's thread, which it has ended
-            print(f"tensorboard: {error.strerror}; it gets no more until the run is restarted", file=sys.stderr)
+
+    @contextmanager
+    def tensorboard_may_fail(self):
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            print(f"tensorboard: {reason}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
             self.tensorboard = None
 
     def guarded(self, function, *arguments, **more):
@@ -76,6 +87,12 @@ class Writers:
         self.draw("close")
         if self.wandb is not None:
             self.guarded(self.wandb.finish)
+
+
+def report_thread(failed):
+    """Print what ended a thread, except that of TensorBoard, whose error the next call raises again."""
+    if not isinstance(failed.thread, _AsyncWriterThread):
+        threading.__excepthook__(failed)
 
 
 def first_drawn(directory):
