@@ -36,6 +36,7 @@ NO_DATA = re.compile(
     r"|\.(md|py|sh|sha256|md5|lock)$"
 )
 UNFINISHED = re.compile(r"\.(part|partial|incomplete|crdownload|aria2|download|tmp)$")
+LEFT_OUT = "left_out.txt"  # in a data directory: files that the last command left out
 SHOWN = 20  # files shown of a long list
 
 
@@ -83,7 +84,7 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
         elif not SOURCE_NAME.fullmatch(name):
             remedy = "begin the name with a letter or digit; '.', '_' and '-' may follow"
             problems.append(f"--source {source}: {remedy}")
-        elif name in ("manifest.json", *TOKENIZER_FILES):
+        elif name.lower() in ("manifest.json", LEFT_OUT, *TOKENIZER_FILES):
             problems.append(f"--source {source}: {name} is the name of a file in every data directory; choose another")
         else:
             patterns.setdefault(name, []).append(pattern)
