@@ -67,7 +67,7 @@ def fill(
         else:  # the manifest of shards that were removed
             (output / name).unlink(missing_ok=True)
     for name in sources:
-        (output / name).mkdir(exist_ok=True)
+        data_directory.writable_directory(output / name)
         data_directory.record_groups(output / name, [unit for unit in units if unit.source == name])
     for name, source in sources.items():
         complete = [unit in finished for unit in units if unit.source == name]

@@ -17,7 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run_command
+from moh_lm.cli.command import output_path, reason, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.vision.config import kind_of_run
@@ -53,7 +53,8 @@ def run(arguments):
     try:
         files = write_page(arguments.runs, output, kind, arguments.png, replaces=bool(arguments.output))
     except OSError as error:
-        raise ConfigError([f"--output {output}: cannot be written ({error.strerror}); give another file"]) from error
+        problem = f"cannot be written ({reason(error)}); allow it, or give another file"
+        raise ConfigError([f"--output {output}: {problem}"]) from error
     for path in files:
         print(f"wrote {path}")
 
