@@ -157,19 +157,18 @@ def images_done(output, facts):
         if (output / name).exists():
             try:
                 found = read_json(output / name)
-                done, has_checksums = found.pop("done", None), found.pop("content", None)
+                done = found.pop("done", None)
+                found.pop("content", None)
                 if done != 0 and len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
                     raise ValueError(f"{LATENTS} has another number of images")
-                known = ("sampled", "sizes")  # directories of earlier versions lack these
-                found = {**{key: facts[key] for key in known}, **found}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError([f"--output {output}: is damaged ({error}); remove it to encode again"]) from error
             if found != facts:
                 other = ", ".join({WORDS.get(key, key): 0 for key in facts if found.get(key) != facts[key]})
                 raise ConfigError([f"--output {output}: has latents of other {other}; give another directory"])
-            if has_checksums:
+            if done is None:
                 opened("--output", Latents, output)
-            return facts["images"] if done is None and not has_checksums else done
+            return done
     return 0
 
 
