@@ -24,7 +24,7 @@ from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
 from data_prep.storage import is_remote, open_file, remote_files
 from data_prep.tables import first_row
 from moh_lm.config import ConfigError
-from moh_lm.data.files import refuse_folder, sha256_of
+from moh_lm.data.files import refuse_unreadable, sha256_of
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 
@@ -207,7 +207,7 @@ def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
     if not os.path.isdir(directory):
         raise ConfigError([f"--recognize {directory}: is not a directory; give single files with --source NAME=GLOB"])
     files, no_data, visited = [], [], set()
-    for folder, folders, names in os.walk(directory, onerror=refuse_folder, followlinks=True):
+    for folder, folders, names in os.walk(directory, onerror=refuse_unreadable, followlinks=True):
         if os.path.realpath(folder) in visited:  # a link that leads back
             folders.clear()
             continue

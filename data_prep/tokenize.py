@@ -30,7 +30,7 @@ def main(texts: list[str]) -> int:
     parse, work = commands.get(texts[0] if texts else "", (tokenize_flags, tokenize))
     given, again = texts[work is not tokenize :], RESUMES
     words = {"remark": "; nothing was written", "interrupted": again}
-    return run_command("tokenize.py", parse, work, given, failures=(OSError,), **words)
+    return run_command("tokenize.py", parse, work, given, **words)
 
 
 def tokenize_flags(texts):

@@ -36,7 +36,7 @@ SMALLEST = 200_000  # characters per source: with less, too few windows could be
 
 
 def main(texts):
-    return run_command("quickstart_corpus", parse_arguments, run, texts, failures=(OSError,))
+    return run_command("quickstart_corpus", parse_arguments, run, texts)
 
 
 def parse_arguments(texts):

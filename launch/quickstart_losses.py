@@ -16,7 +16,7 @@ from moh_lm.config import Config, ConfigError
 
 
 def main(texts):
-    return run_command("quickstart_losses", parse_arguments, run, texts, failures=(OSError,))
+    return run_command("quickstart_losses", parse_arguments, run, texts)
 
 
 def parse_arguments(texts):

@@ -21,7 +21,7 @@ from moh_lm.monitor.events import complete_rows
 
 
 def main(texts):
-    return run_command("quickstart_recovery", parse_arguments, run, texts, failures=(OSError,))
+    return run_command("quickstart_recovery", parse_arguments, run, texts)
 
 
 def parse_arguments(texts):

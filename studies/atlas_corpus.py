@@ -44,7 +44,7 @@ LONG_LINE = 30  # characters; different documents may share shorter lines
 
 
 def main(texts):
-    return run_command("atlas_corpus", parse_arguments, run, texts, failures=(OSError, RuntimeError))
+    return run_command("atlas_corpus", parse_arguments, run, texts, failures=(RuntimeError,))
 
 
 def parse_arguments(texts):

@@ -25,7 +25,7 @@ from moh_lm.units import at_least
 
 
 def main(texts):
-    return run_command("branch", parse_arguments, run, texts, failures=(OSError,), code=2)
+    return run_command("branch", parse_arguments, run, texts, code=2)
 
 
 def parse_arguments(texts):

@@ -28,7 +28,7 @@ POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "dat
 
 
 def main(texts):
-    return run_command("checkpoint", parse_arguments, run, texts, failures=(OSError,), code=2)
+    return run_command("checkpoint", parse_arguments, run, texts, code=2)
 
 
 def parse_arguments(texts):

@@ -33,9 +33,8 @@ WORDS = {"sha256": "image names", "sampled": "image files", "sizes": "image file
 
 
 def main(texts):
-    failures = (OSError, ShardError)
     return run_command(
-        "encode_latents", parse_arguments, run, texts, failures=failures, extra="vision", interrupted=RESUMES
+        "encode_latents", parse_arguments, run, texts, failures=(ShardError,), extra="vision", interrupted=RESUMES
     )
 
 

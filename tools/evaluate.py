@@ -37,8 +37,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 
 
 def main(texts):
-    failures = (OSError, ValueError, RuntimeError)
-    return run_command("evaluate", parse_arguments, run, texts, failures=failures, extra="eval")
+    return run_command("evaluate", parse_arguments, run, texts, failures=(ValueError, RuntimeError), extra="eval")
 
 
 def parse_arguments(texts):

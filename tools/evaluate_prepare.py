@@ -24,7 +24,7 @@ from tools.tasks.suites import SEED, entries_of
 
 
 def main(texts):
-    return run_command("evaluate_prepare", parse_arguments, run, texts, failures=(RuntimeError, OSError), extra="eval")
+    return run_command("evaluate_prepare", parse_arguments, run, texts, failures=(RuntimeError,), extra="eval")
 
 
 def parse_arguments(texts):

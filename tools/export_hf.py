@@ -28,7 +28,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB
 
 
 def main(texts):
-    failures = (SafetensorError, OSError)
+    failures = (SafetensorError,)
     return run_command("export_hf", parse_arguments, run, texts, failures=failures, remark="; nothing was exported")
 
 

@@ -42,7 +42,7 @@ CARDS = {
 
 def main(texts):
     words = {"remark": "; nothing was exported", "extra": "vision"}
-    return run_command("export_vision", parse_arguments, run, texts, failures=(OSError,), **words)
+    return run_command("export_vision", parse_arguments, run, texts, **words)
 
 
 def parse_arguments(texts):

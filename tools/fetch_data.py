@@ -24,7 +24,7 @@ RESUMES = "; run the same command again to resume"
 
 
 def main(texts):
-    failures = (ShardError, OSError)
+    failures = (ShardError,)
     return run_command("fetch_data", parse_arguments, run, texts, failures=failures, remark=RESUMES, extra="remote")
 
 

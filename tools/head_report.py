@@ -30,8 +30,7 @@ LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
 
 
 def main(texts):
-    failures = (ShardError, RuntimeError, OSError)
-    return run_command("head_report", parse_arguments, run, texts, failures=failures, extra="plot")
+    return run_command("head_report", parse_arguments, run, texts, failures=(ShardError, RuntimeError), extra="plot")
 
 
 def parse_arguments(texts):

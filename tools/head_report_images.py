@@ -26,8 +26,7 @@ from moh_lm.units import at_least
 
 
 def main(texts):
-    failures = (ShardError, OSError)
-    return run_command("head_report_images", parse_arguments, run, texts, failures=failures, extra="plot")
+    return run_command("head_report_images", parse_arguments, run, texts, failures=(ShardError,), extra="plot")
 
 
 def parse_arguments(texts):

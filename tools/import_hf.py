@@ -37,7 +37,7 @@ from moh_lm.units import at_least, quantity
 def main(texts):
     left = "nothing is left"
     words = {"remark": f"; {left}", "interrupted": f"stopped; {left}"}
-    return run_command("import_hf", parse_arguments, run, texts, failures=(OSError, ShardError), code=2, **words)
+    return run_command("import_hf", parse_arguments, run, texts, failures=(ShardError,), code=2, **words)
 
 
 def parse_arguments(texts):

@@ -31,7 +31,7 @@ MOST_PROBLEMS = 10
 def main(texts):
     left = "nothing is left"
     words = {"remark": f"; {left}", "interrupted": f"stopped; {left}"}
-    return run_command("import_vision", parse_arguments, run, texts, failures=(OSError,), code=2, **words)
+    return run_command("import_vision", parse_arguments, run, texts, code=2, **words)
 
 
 def parse_arguments(texts):

@@ -24,7 +24,7 @@ from moh_lm.units import at_least
 
 
 def main(texts):
-    return run_command("sample_images", parse_arguments, run, texts, failures=(OSError,), code=2, extra="vision")
+    return run_command("sample_images", parse_arguments, run, texts, code=2, extra="vision")
 
 
 def parse_arguments(texts):

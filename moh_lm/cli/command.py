@@ -37,8 +37,8 @@ def run_command(
     """Run the command ``name`` with the arguments ``texts``, and return its exit code.
 
     The code is what ``work`` returns, or 0; 2 if the user has to fix something, such as permissions; ``code`` after a
-    ``Failure`` or one of ``failures``; 130 after Ctrl-C. All but the first also print a line on standard error, which
-    begins with ``name``.
+    ``Failure``, an OSError or one of ``failures``; 130 after Ctrl-C. All but the first also print a line on standard
+    error, which begins with ``name``.
 
     parse: a function of ``texts``, whose result ``work`` receives. remark: ends the line of a failure. extra: the extra
     of setup.py with the packages that the work needs. interrupted: the word for Ctrl-C. unheard: "continues" or "ends"
@@ -69,8 +69,6 @@ def run_command(
         return 130
     except (Failure, OSError, *failures) as error:
         is_forbidden = getattr(error, "errno", None) in FORBIDDEN
-        if not is_forbidden and not isinstance(error, (Failure, *failures)):
-            raise
         remedy = "; allow it, or give another path" if is_forbidden else ""
         print(f"{name}: {reason(error)}{remedy}{remark}", file=sys.stderr)
         return 2 if is_forbidden else code

@@ -32,9 +32,9 @@ class ShardError(Exception):
     """A shard or data directory that is damaged, unfinished or contradicts itself; the message names the file."""
 
 
-def refuse_folder(error):
-    """Raise ConfigError; for ``onerror`` of os.walk, which would silently skip what it cannot read."""
-    reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
+def refuse_unreadable(error):
+    """Raise ConfigError for an OSError; also for ``onerror`` of os.walk, which would skip folders silently."""
+    reason = f"cannot be read ({error.strerror.lower()}); make it readable, or move it away"
     raise ConfigError([f"{error.filename}: {reason}"]) from error
 
 

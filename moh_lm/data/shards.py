@@ -256,14 +256,12 @@ def open_source(data_dir: str | Path, name: str, manifest: dict, fraction: float
         known = manifest["cut_fractions"].index(fraction)
         cuts = [entry["cuts"][known] for entry in units.values()]
     else:
-        cuts = [cut_in_index(shard, fraction) for shard in shards]
+        cuts = []
+        for shard in shards:
+            with files.opened(f"{shard.prefix}.idx") as file:
+                cuts.append(DocumentStarts(file, shard.counts(), None).cut(fraction))
     finished = {file[: -len(".json")] for file in sizes.keys() - recorded.keys() if file.endswith(".json")}
     return OpenedSource(shards, cuts, sorted(finished))
-
-
-def cut_in_index(shard: Shard, fraction: float) -> int:
-    with files.opened(f"{shard.prefix}.idx") as file:
-        return DocumentStarts(file, shard.counts(), None).cut(fraction)
 
 
 def file_sizes(directory) -> dict[str, int]:

@@ -30,11 +30,12 @@ class Writers:
     def __init__(self, directory, first_step, project="", settings=None):
         self.tensorboard = self.wandb = None
         threading.excepthook = report_thread
-        with self.tensorboard_may_fail():
+        with self.optional("tensorboard", OSError):
             purge_step = first_step + 1 if first_step else 0
             self.tensorboard = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
         if project:
-            self.guarded(self.start_wandb, Path(directory), first_step, project, settings)
+            with self.optional("wandb"):
+                self.start_wandb(Path(directory), first_step, project, settings)
 
     def start_wandb(self, directory, first_step, project, settings):
         path = directory / "wandb.json"
@@ -50,8 +51,7 @@ class Writers:
         """values: {tag: number}."""
         for tag, value in values.items():
             self.draw("add_scalar", tag, value, step)
-        if self.wandb is not None:
-            self.guarded(self.wandb.log, values, step=step)
+        self.tell_wandb("log", values, step=step)
 
     def picture(self, tag, picture, step):
         """picture: uint8 [height, width, 3]."""
@@ -59,34 +59,30 @@ class Writers:
 
     def alarm(self, text, step):
         self.draw("add_text", "alarms", text, step)
-        if self.wandb is not None:
-            self.guarded(self.wandb.alert, title="alarm", text=text)
+        self.tell_wandb("alert", title="alarm", text=text)
 
     def draw(self, method, *arguments, **more):
-        with self.tensorboard_may_fail():
+        with self.optional("tensorboard", OSError):
             if self.tensorboard is not None:
                 getattr(self.tensorboard, method)(*arguments, **more)
 
+    def tell_wandb(self, method, *arguments, **more):
+        with self.optional("wandb"):
+            if self.wandb is not None:
+                getattr(self.wandb, method)(*arguments, **more)
+
     @contextmanager
-    def tensorboard_may_fail(self):
+    def optional(self, name, failure=Exception):  # a network may fail in any way
         try:
             yield
-        except OSError as error:
-            reason = error.strerror or error
-            print(f"tensorboard: {reason}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
-            self.tensorboard = None
-
-    def guarded(self, function, *arguments, **more):
-        try:
-            function(*arguments, **more)
-        except Exception as error:  # a network may fail in any way
-            print(f"wandb: {error}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
-            self.wandb = None
+        except failure as error:
+            reason = getattr(error, "strerror", None) or error
+            print(f"{name}: {reason}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
+            setattr(self, name, None)
 
     def close(self):
         self.draw("close")
-        if self.wandb is not None:
-            self.guarded(self.wandb.finish)
+        self.tell_wandb("finish")
 
 
 def report_thread(failed):
