@@ -8,8 +8,9 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .moh_attention import MoHLlamaRMSNorm, attention_kind
+from .moh_attention import attention_kind
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -48,10 +49,10 @@ class MoHLlamaDecoderLayer(GradientCheckpointingLayer):
         self.mlp = MoHLlamaMLP(config)
         self.post_norm = config.post_norm
         if self.post_norm:
-            self.post_feedforward_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         else:
-            self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states, output_details=False, **kwargs):
         """Map hidden_states [b, s, d] to [b, s, d]; with details, a tuple of it and the attention's other results."""
