@@ -76,8 +76,7 @@ def evaluate(arguments, device):
     from moh_lm.checkpoint.saver import find_step
     from moh_lm.vision.images import Images
     from moh_lm.vision.load import load_model
-    from moh_lm.vision.loader import ImageLoader, ImageSet
-    from tools.tasks.held_out import image_problems
+    from moh_lm.vision.loader import ImageLoader, ImageSet, held_out_problems
 
     step = find_step(arguments.model)
     config, model = load_model(step, arguments.weights)
@@ -87,7 +86,7 @@ def evaluate(arguments, device):
     images = Images(arguments.images)
     for note in images.notes:
         print(f"note: {note}")
-    raise_any(list(image_problems(step, config.model, images)))
+    raise_any(list(held_out_problems(step, config.model, images)))
     data = replace(config.data, workers=arguments.workers)
     config = replace(config, data=data, run=replace(config.run, micro_batch_size=arguments.batch_size))
     batches = ImageLoader(ImageSet(config, images, images), 0, 1, device != "cpu").validation(0)

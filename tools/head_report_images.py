@@ -72,9 +72,9 @@ def run(arguments):
 
 
 def check(arguments, step, model, source, classes):
-    from tools.tasks.held_out import image_problems
+    from moh_lm.vision.loader import held_out_problems
 
-    problems, known = list(image_problems(step, model, source)), model.num_classes
+    problems, known = list(held_out_problems(step, model, source)), model.num_classes
     problems += [f"--classes {n}: must be below {known}, the classes of the model" for n in classes if n >= known]
     if arguments.number < len(classes):
         few = f"must be at least {len(classes)}, one image per class"
