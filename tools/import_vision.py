@@ -13,7 +13,6 @@ is there under the final name.
 
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
@@ -77,7 +76,7 @@ def run(arguments):
     with torch.device("meta"):
         wanted = dict(MODELS[arguments.kind][0](config.model).named_parameters())
     raise_any([f"{arguments.file}: {problem}" for problem in differences(wanted, tensors)])
-    parts = [Part(name, tuple(wanted[name].shape), partial(blocks, tensors[name]), key) for name in wanted]
+    parts = [Part(name, tuple(wanted[name].shape), lambda n=name: [tensors[n].float()], key) for name in wanted]
     facts = {"source": str(arguments.file), "preset": arguments.preset, "weights": key}
     total = sum(math.prod(part.shape) for part in parts)
     with tqdm(desc="importing", total=4 * total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
@@ -99,9 +98,6 @@ def differences(wanted, found):
         problems[MOST_PROBLEMS - 1 :] = [f"{more} more parameters differ; give the --preset of the file"]
     return problems
 
-
-def blocks(tensor):
-    yield tensor.float()
 
 
 if __name__ == "__main__":
