@@ -35,7 +35,8 @@ def add_flags(parser):
 
 def check(arguments):
     if arguments.output and os.path.isdir(arguments.output):
-        raise ConfigError([f"--output {arguments.output}: is a directory; give a file in it; --help says what is allowed"])
+        remedy = "give a file in it; --help says what is allowed"
+        raise ConfigError([f"--output {arguments.output}: is a directory; {remedy}"])
 
 
 def run(arguments):
