@@ -19,7 +19,7 @@ def make_problem(vocabulary, seed):
     """Hidden states, weights and labels, one of them ignored, of logits that reach far."""
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, WIDTH, dtype=torch.double, generator=generator) for n in (TOKENS, vocabulary))
-    labels = torch.randint(vocabulary, (TOKENS,), generator=generator)
+    labels = torch.randint(vocabulary, (TOKENS, 2), generator=generator)[:, 0]  # not contiguous
     labels[3] = IGNORED
     return x * 5, weight, labels
 
