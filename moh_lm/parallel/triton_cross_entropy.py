@@ -56,7 +56,7 @@ def compare_with_torch(tokens, dtype, device, partition, group, z_loss):
     if partition.padding:
         logits[:, -partition.padding :] = -torch.inf
     labels = torch.arange(tokens, device=device) * 7919 % partition.size
-    labels[::13] = IGNORED
+    labels[12::13] = IGNORED
     kept = logits.clone()
     exact, _ = torch_differentiate(logits, labels, partition, group, z_loss, tokens)
     losses, _ = triton_differentiate(kept, labels, partition, group, z_loss, tokens)

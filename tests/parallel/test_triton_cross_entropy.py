@@ -116,8 +116,9 @@ def check_comparison():
     from moh_lm.parallel import triton_cross_entropy as kernels
 
     partition = even_partition(0, 5003, None)
-    loss, gradient = kernels.compare_with_torch(40, torch.float32, torch.device("cpu"), partition, None, 0.01)
-    assert loss < 1e-5 and gradient < 1e-5
+    for tokens in (1, 40):
+        found = kernels.compare_with_torch(tokens, torch.float32, torch.device("cpu"), partition, None, 0.01)
+        assert max(found) < 1e-5
     plain = kernels.torch_differentiate
     differ = "--fused-loss: its kernels differ from torch on this device, by .* leave"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=differ):
