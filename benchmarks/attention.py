@@ -125,8 +125,10 @@ def describe(device, dtype):
 
 
 def budgets(heads, active):
-    """Return (shared heads, routed heads per token): half and a quarter of the heads, or a quarter and a quarter."""
-    return (heads // 2 if active == 75 else heads // 4), heads // 4
+    """Return (shared heads, routed heads per token) for a percentage of the heads. Of 75 two thirds are shared, of 50
+    and of 25 a half."""
+    shared = heads // {75: 2, 50: 4, 25: 8}[active]
+    return shared, heads * active // 100 - shared
 
 
 def core(shape, active, length, batch, device, dtype, documents):

@@ -4,7 +4,8 @@
                               [--micro-batch-size 1] [--rounds 3] [--threads N] [--device cuda] [--peak-tflops 989]
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
-AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
+AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers;
+hf-liger has the kernels of liger-kernel too, if that is installed, and then hf in the same process has some of them. A
 name that continues with -compiled is the same under torch.compile, ours by layers as with ``--compile``. With -fused,
 the kernels are those of ``--fused-loss`` and ``--fused-router``; with -joined after it, the products are those of
 ``--fused-projections``; with -captured at the end, forward and backward pass are one graph, as with ``--cuda-graph``.
@@ -23,6 +24,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
     options = checked(step_flags, sys.argv[1:])  # before the imports that take seconds
 
+import importlib.metadata
 import importlib.util
 import platform
 from statistics import median
@@ -35,6 +37,7 @@ from benchmarks.timing import seconds
 from moh_lm.build import build_model
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import HeadsConfig, ModelConfig, raise_any
+from moh_lm.cost.devices import known_device
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.choose import choose_backend
 from moh_lm.model.block import modules_of
@@ -56,6 +59,8 @@ def main(arguments):
         keep_freed_memory()  # as training does
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    known = known_device(name) if device.type == "cuda" else None
+    arguments.peak_tflops = arguments.peak_tflops or (known and known.tflops)
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")
     for length in arguments.seq_length:
         compare(arguments, length, device)
@@ -143,9 +148,9 @@ def make(name, arguments, length, device):
         heads = HeadsConfig(num_shared_heads=(0,), num_active_routed_heads=(number,), routing_unit="head_in_group")
     config = ModelConfig(**sizes, heads=heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if kind == "hf":
+    if kind.startswith("hf"):
         with device:
-            model, loss_of = hugging_face(config, length, kind != unfused), hugging_face_loss
+            model, loss_of = hugging_face(config, length, kind != unfused, kind == "hf-liger"), hugging_face_loss
     else:
         share = config.active_heads(0) / config.num_attention_heads
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
@@ -186,11 +191,18 @@ def our_loss(model, tokens):
     return model(tokens[:, :-1], tokens[:, 1:])[0]
 
 
-def hugging_face(config, length, compiled):
+def hugging_face(config, length, compiled, liger):
     import transformers  # only this contestant needs it
 
     more = {"max_position_embeddings": length, "attn_implementation": "sdpa", "use_cache": False}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**written(config), **more))
+    if liger and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+        print(f"hf-liger: liger-kernel {importlib.metadata.version('liger-kernel')}")
+    elif liger:
+        print("hf-liger: liger-kernel is not installed, so this is hf")
     print(f"hf: transformers {transformers.__version__}", file=sys.stderr)
     return torch.compile(model, dynamic=False) if compiled else model
 
