@@ -117,7 +117,7 @@ def compare(arguments, length, device):
     print(f"\n{arguments.shape}, {arguments.micro_batch_size} x {length} tokens; seconds of a step; ratio to {first}")
     for name, (_, config) in contestants.items():
         taken = median(seconds for seconds, *_ in times[name][1:])
-        line = f"{name:16}{taken:9.3f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
+        line = f"{name:16}{taken:10.5f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
         for clock, introduction in enumerate(["", "  by CPU time"][: len(times[name][0])]):
             mine, others = ([taken[clock] for taken in times[which][1:]] for which in (name, first))
             ratios = sorted(a / b for a, b in zip(mine, others, strict=True))
