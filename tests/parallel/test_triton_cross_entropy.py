@@ -128,3 +128,32 @@ def check_comparison():
 
 def test_a_device_on_which_the_kernels_differ_is_named(interpreter):
     interpreter(check_comparison)
+
+
+def count_accesses():
+    """How often each number of the logits is read and written, as (reads, writes), each [tokens, vocabulary]."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from moh_lm.parallel.triton_cross_entropy import triton_differentiate
+
+    z, labels = torch.randn(3, 5003), torch.tensor([4, IGNORED, 5002])
+    found = []
+    for name in ("create_masked_load", "create_masked_store"):
+        counts, plain = torch.zeros(z.numel(), dtype=torch.int64), getattr(InterpreterBuilder, name)
+        found.append(counts.view(z.shape))
+
+        def access(self, pointers, *others, counts=counts, plain=plain):
+            mask = others[0 if plain.__name__ == "create_masked_load" else 1]
+            numbers = (torch.from_numpy(pointers.data[mask.data].astype("int64")) - z.data_ptr()) // z.element_size()
+            inside = numbers[(numbers >= 0) & (numbers < z.numel())]
+            counts += torch.bincount(inside, minlength=z.numel())
+            return plain(self, pointers, *others)
+
+        setattr(InterpreterBuilder, name, access)
+    triton_differentiate(z, labels, even_partition(0, 5003, None), None, 0.0, 3)
+    return found
+
+
+def test_a_logit_is_read_twice_and_written_once(interpreter):
+    reads, writes = interpreter(count_accesses)
+    assert (writes == 1).all() and (reads - 2).sum() == 2 and ((reads == 2) | (reads == 3)).all()  # two labels, again
