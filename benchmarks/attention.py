@@ -155,15 +155,14 @@ def core(shape, active, length, batch, device, dtype, documents):
         sparse = BACKENDS[backend]
         return lambda *tensors: gated_attention(*tensors, selected, num_shared, documents, sparse, own_keys=own_keys)
 
-    names = {"dense, gates": "dense", "cpu_sparse": "cpu_sparse"}
     functions = {"dense": plain}
     if device.type == "cuda":
-        names = {"dense, gates": "dense", "triton": "triton"}
         functions = {name: restricted(plain, backend) for name, backend in bases(documents, dtype).items()}
         if length <= 2048:  # longer scores would fill the memory
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
-    functions |= {name: with_backend(backend) for name, backend in names.items()}
-    functions["own keys"] = with_backend("triton" if device.type == "cuda" else "cpu_sparse", own_keys=True)
+    sparse = "triton" if device.type == "cuda" else "cpu_sparse"
+    functions |= {"dense, gates": with_backend("dense"), sparse: with_backend(sparse)}
+    functions["own keys"] = with_backend(sparse, own_keys=True)
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
 
 

@@ -22,7 +22,7 @@ MODELS = {
         num_layers=4, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128,
     ),
-    "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32),
+    "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, vocab_size=1024),
 }
 MODELS["llm-s-grouped"] = MODELS["llm-s"] | {"num_key_value_heads": 6}
 KERNELS = Path(__file__).resolve().parents[1] / "moh_lm" / "kernels"  # where --save writes

@@ -80,7 +80,7 @@ def main(options):
     if options.table:
         return print("\n".join([*tables(options.output), *met_and_missed(rows_of(options.output))]))
     deadline = time.monotonic() + 60 * options.minutes
-    done = finished(options.output)
+    done = {row["part"] for row in rows_of(options.output) if row.get("code") == 0}
     for part, words in (REHEARSED if options.rehearse else PARTS).items():
         if part in done:
             print(f"{part}: is complete in {options.output}")
@@ -96,11 +96,6 @@ def main(options):
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def finished(path):
-    """Return the parts that succeeded, according to the rows of the file."""
-    return {row["part"] for row in rows_of(path) if row.get("code") == 0}
 
 
 def tables(path):

@@ -27,6 +27,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from statistics import median
 
 import torch
@@ -46,8 +47,6 @@ from moh_lm.supervise.malloc import keep_freed_memory
 from moh_lm.training.captured import CapturedMicroBatch
 from tools.hf.convert.keys import written
 
-VOCAB = {"tiny": 1024}
-
 
 def main(arguments):
     sys.stdout.reconfigure(line_buffering=True)  # an interrupted run has shown the finished lengths
@@ -59,8 +58,7 @@ def main(arguments):
         keep_freed_memory()  # as training does
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    known = known_device(name) if device.type == "cuda" else None
-    arguments.peak_tflops = arguments.peak_tflops or (known and known.tflops)
+    arguments.peak_tflops = arguments.peak_tflops or getattr(known_device(name), "tflops", None)
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")
     for length in arguments.seq_length:
         compare(arguments, length, device)
@@ -70,13 +68,12 @@ def check_backend(arguments, device):
     """Raise ConfigError for a --backend that cannot train there."""
     backend, needed = arguments.backend, "cpu" if arguments.backend == "cpu_sparse" else "cuda"
     compiled = [name for name in arguments.contestants if "-compiled" in name and not name.startswith("hf")]
-    fused = [name for name in arguments.contestants if "-fused" in name]
-    captured = [name for name in arguments.contestants if name.endswith("-captured")]
-    problems = []
-    if fused and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        problems.append(f"--contestants {fused[0]}: its kernels need a GPU, and --device is {device}; leave it out")
-    if captured and device.type != "cuda":
-        problems.append(f"--contestants {captured[0]}: its graph needs a GPU, and --device is {device}; leave it out")
+    of_gpus = "-captured" if os.environ.get("TRITON_INTERPRET") == "1" else "-captured|-fused"
+    problems = [
+        f"--contestants {name}: needs a GPU, and --device is {device}; leave it out"
+        for name in arguments.contestants
+        if device.type != "cuda" and re.search(of_gpus, name)
+    ]
     if backend not in ("auto", "dense") and device.type != needed:
         place = {"cpu": "a CPU", "cuda": "a CUDA GPU"}[needed]
         problems.append(f"--backend {backend}: needs {place}, and --device is {device}; choose auto")
@@ -97,7 +94,7 @@ def compare(arguments, length, device):
         contestants[name] = make(name, arguments, length, device)
         own[name] = allocated(device) - before
     generator = torch.Generator().manual_seed(0)
-    vocab = VOCAB.get(arguments.shape, 65536)
+    vocab = ModelConfig(**MODELS[arguments.shape]).vocab_size
     times, losses, memory = {name: [] for name in contestants}, {}, {}
     for round in range(arguments.rounds + 1):
         tokens = torch.randint(vocab, (arguments.micro_batch_size, length + 1), generator=generator).to(device)
@@ -134,12 +131,9 @@ def allocated(device):
 
 def make(name, arguments, length, device):
     """Return (step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
-    sizes = {**MODELS[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
+    sizes = MODELS[arguments.shape]
     heads = HeadsConfig(head_selection="all")
-    called = name.removesuffix("-captured")
-    separate = called.removesuffix("-joined")
-    unfused = separate.removesuffix("-fused")
-    kind = unfused.removesuffix("-compiled")
+    kind, *ways = re.split("-(?=compiled|fused|joined|captured)", name)
     if kind.startswith("moh-"):
         shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
         heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
@@ -150,20 +144,20 @@ def make(name, arguments, length, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind.startswith("hf"):
         with device:
-            model, loss_of = hugging_face(config, length, kind != unfused, kind == "hf-liger"), hugging_face_loss
+            model, loss_of = hugging_face(config, length, "compiled" in ways, kind == "hf-liger"), hugging_face_loss
     else:
         share = config.active_heads(0) / config.num_attention_heads
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
         asked = "groups" if config.chooses_in_groups else arguments.backend
-        chosen = choose_backend(asked, device, dtype, queries, share, compiled=kind != unfused)
-        fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != separate)
-        model = drawn(config, device, backends=chosen, fused_projections=separate != called, **fused)
+        chosen = choose_backend(asked, device, dtype, queries, share, compiled="compiled" in ways)
+        fused = dict.fromkeys(("fused_loss", "fused_router"), "fused" in ways)
+        model = drawn(config, device, backends=chosen, fused_projections="joined" in ways, **fused)
         loss_of = our_loss
-        if kind != unfused:
+        if "compiled" in ways:
             compile_layers(model)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
-    if called != name:
+    if "captured" in ways:
         model.use_captured(CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
 

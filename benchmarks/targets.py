@@ -2,19 +2,13 @@
 
 import re
 from functools import reduce
-from operator import ge, le, truediv
+from operator import truediv
 
-SIGNS = {"<=": le, ">=": ge}
 STEPS = {  # part: (shape, how its steps are computed)
     "captured": ("LLM-S, 8 x 2,048", "compiled-fused-captured"),
     "medium step": ("LLM-S, 2 x 8,192", "compiled-fused-captured"),
     "long step": ("LLM-B, 2 x 8,192", "compiled-fused"),
 }
-
-
-def mfu(part, *limits):
-    shape, kind = STEPS[part]
-    return f"MFU of a dense step, {shape}, %", part, ">=", limits, rf"^dense-{kind} .* MFU dense ([\d.]+)%"
 
 
 def over_dense(percent, limit, *parts):
@@ -26,8 +20,8 @@ def over_dense(percent, limit, *parts):
 
 TARGETS = [  # name, part, sign, limits of an H100 and, if it differs, of an H200, patterns of the figure and its base
     ("loss with its products, LLM-S, ms", "loss", "<=", (11,), r"loss llm-s .* fused +([\d.]+) ms"),
-    mfu("captured", 34, 37),
-    mfu("long step", 42, 45),
+    ("MFU, dense LLM-S, 8 x 2,048, %", "captured", ">=", (34, 37), r"^dense-\S+-captured .* MFU dense ([\d.]+)%"),
+    ("MFU, dense LLM-B, 2 x 8,192, %", "long step", ">=", (42, 45), r"^dense-compiled-fused .* MFU dense ([\d.]+)%"),
     ("a step over Hugging Face's with Liger, LLM-S", "peers", "<=", (0.95,), r"^dense-compiled-fused +([\d.]+) ",
      r"^hf-liger-compiled +([\d.]+) "),
     *over_dense(50, 1.00, "captured"),
@@ -50,5 +44,6 @@ def met_and_missed(rows):
         verdict = "not measured |"
         if all(found):
             figure = reduce(truediv, (float(number) for (number,) in found))
-            verdict = f"{figure:.3g} | {'met' if SIGNS[sign](figure, limit) else 'missed'}"
+            met = figure <= limit if sign == "<=" else figure >= limit
+            verdict = f"{figure:.3g} | {'met' if met else 'missed'}"
         yield f"| {name} | {sign} {limit:g} | {verdict} |"
