@@ -21,7 +21,7 @@ class CPURowAttention(Attention):
         if inputs.dense_warmup or not self.training:
             return super().forward(x, inputs, mask, replay)
         routing = self.router(x, inputs, replay)
-        x = gather_sequence(x, self.group)  # [s, b, d]
+        x = gather_sequence(x, self.o_proj.group)  # [s, b, d]
         mask = self.core_attention.visible(x, None, mask)
         return self.output_of_rows(x, routing.gates, routing.selected, mask), routing
 

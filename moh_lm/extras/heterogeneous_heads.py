@@ -52,7 +52,7 @@ class HeterogeneousAttention(Attention):
         rows = partition(0, config, heads)
         self.q_proj, self.k_proj, self.v_proj = (ColumnParallelLinear(d, size, init_std, rows) for _ in range(3))
         self.q_norm = nn.Identity()
-        self.o_proj = OutputOfRuns(size, d, output_std, partition(1, config, heads), self.group, self.runs)
+        self.o_proj = OutputOfRuns(size, d, output_std, partition(1, config, heads), heads.group, self.runs)
 
     def project(self, x, table):
         key, value, query = map(self.runs.split, self.products(x, self.k_proj, self.v_proj, self.q_proj))

@@ -28,7 +28,7 @@ class Attention(nn.Module):
         """config: ``ModelConfig`` of the layer. heads: ``HeadPartition``. positions: ``RotaryPositions``. products:
         ``separate`` or ``joined``, by which queries, keys and values are projected."""
         super().__init__()
-        self.head_dim, self.group = config.head_dim, heads.group
+        self.head_dim = config.head_dim
         self.make_projections(config, heads, init_std, output_std)
         self.router, self.core_attention, self.positions = router, core_attention, positions
         self.products = products
@@ -41,9 +41,9 @@ class Attention(nn.Module):
         self.k_proj = KeyValueParallelLinear(d, kv, e, init_std, heads)
         self.v_proj = KeyValueParallelLinear(d, kv, e, init_std, heads)
         self.q_norm, self.k_norm = (
-            RMSNorm(e, config.rms_norm_eps, self.group) if config.qk_norm else nn.Identity() for _ in range(2)
+            RMSNorm(e, config.rms_norm_eps, heads.group) if config.qk_norm else nn.Identity() for _ in range(2)
         )
-        self.o_proj = RowParallelLinear(h * e, d, output_std, heads.partition(1, e), self.group)
+        self.o_proj = RowParallelLinear(h * e, d, output_std, heads.partition(1, e), heads.group)
 
     def forward(self, x, inputs, mask=None, replay=None):
         """Apply the layer to x [s/tp, b, d], normalised. Returns its output, [s/tp, b, d], and the ``RouterOutput``.
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         None.
         """
         routing = self.router(x, inputs, replay)
-        x = gather_sequence(x, self.group)  # [s, b, d]
+        x = gather_sequence(x, self.o_proj.group)  # [s, b, d]
         table = self.positions.table(x)
         query, key, value = self.project(x, table)
         query = self.positions.query(self.q_norm(query), table)

@@ -33,14 +33,14 @@ class MultiLatentAttention(Attention):
         if self.direct:
             self.q_proj = ColumnParallelLinear(d, size, init_std, rows)
         else:
-            self.q_a_proj = ReplicatedLinear(d, rank, init_std, self.group)
-            self.q_a_layernorm = RMSNorm(rank, config.rms_norm_eps, self.group)
+            self.q_a_proj = ReplicatedLinear(d, rank, init_std, heads.group)
+            self.q_a_layernorm = RMSNorm(rank, config.rms_norm_eps, heads.group)
             self.q_b_proj = ColumnParallelLinear(rank, size, init_std, rows)
-        self.kv_a_proj_with_mqa = ReplicatedLinear(d, self.latent_dim + self.rotary_dim, init_std, self.group)
-        self.kv_a_layernorm = RMSNorm(self.latent_dim, config.rms_norm_eps, self.group)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(d, self.latent_dim + self.rotary_dim, init_std, heads.group)
+        self.kv_a_layernorm = RMSNorm(self.latent_dim, config.rms_norm_eps, heads.group)
         self.kv_b_proj = ColumnParallelLinear(self.latent_dim, 2 * h * e, init_std, heads.partition(0, 2 * e))
         self.q_norm = nn.Identity()
-        self.o_proj = RowParallelLinear(h * e, d, output_std, heads.partition(1, e), self.group)
+        self.o_proj = RowParallelLinear(h * e, d, output_std, heads.partition(1, e), heads.group)
 
     def project(self, x, table):
         latent, rotated = self.latents(x, table)

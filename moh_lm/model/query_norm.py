@@ -8,7 +8,7 @@ class QueryNormAttention(Attention):
     """See ``Attention``. Each rank computes the norms of its own heads; the router reads those of all heads."""
 
     def forward(self, x, inputs, mask=None, replay=None):
-        x = gather_sequence(x, self.group)  # [s, b, d]
+        x = gather_sequence(x, self.o_proj.group)  # [s, b, d]
         table = self.positions.table(x)
         query, key, value = self.project(x, table)
         routing = self.router(self.norms(query), inputs, replay)
@@ -18,4 +18,4 @@ class QueryNormAttention(Attention):
 
     def norms(self, query):
         """Map this rank's queries [s, b, h/tp, e] to the norms of all heads, [s, b, h]."""
-        return self.router.heads.in_canonical_order(gather_heads(self.router.norms(query), self.group))
+        return self.router.heads.in_canonical_order(gather_heads(self.router.norms(query), self.o_proj.group))
