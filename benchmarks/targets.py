@@ -30,7 +30,7 @@ TARGETS = [  # name, part, sign, limits of an H100 and, if it differs, of an H20
     *over_dense(25, 0.83, "medium step", "long step"),
     ("router and gates of a layer, LLM-S, ms", "router", "<=", (0.10,), r"router llm-s sigmoid .* fused +([\d.]+) ms"),
     ("a new token by calls over one by a graph, LLM-S", "decoding", ">=", (8,),
-     r"generation, dense +calls +([\d.]+) us", r"generation, dense .* captured +([\d.]+) us"),
+     *(rf"generation, llm-s T=2048 b=1, dense .*{way} +([\d.]+) us" for way in ("calls", "captured"))),
 ]  # fmt: skip
 
 

@@ -70,7 +70,8 @@ def test_a_target_is_met_or_missed_or_not_measured():
         "loss": [f"loss llm-s 16384 tokens x 65536  {time} ms  1.0  9 ms" for time in ("torch 29", "fused 10.9")],
         "captured": ["NVIDIA H200; torch 2.11", f"dense-compiled-fused-captured 0.04000{step}",
                      f"moh-50-compiled-fused-captured 0.03900{step}"],
-        "decoding": ["    generation, dense      calls   9000.0 us  captured   1000.0 us"],
+        "decoding": [f"    generation, {shape} T=2048 b=1, dense      calls   {calls}.0 us  captured   1000.0 us"
+                     for shape, calls in (("llm-s", 9000), ("llm-b", 12000))],
     }  # fmt: skip
     rows = [{"part": part, "line": line} for part, printed in lines.items() for line in printed]
     found = [line.split(" | ", 1)[1] for line in met_and_missed(rows) if line.startswith("| ")][1:]
