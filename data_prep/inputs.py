@@ -23,7 +23,7 @@ from data_prep.corpora import recognize
 from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
 from data_prep.storage import is_remote, open_file, remote_files
 from data_prep.tables import first_row
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import refuse_unreadable, sha256_of
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
@@ -88,8 +88,7 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
             problems.append(f"--source {source}: {name} is the name of a file in every data directory; choose another")
         else:
             patterns.setdefault(name, []).append(pattern)
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return patterns
 
 
@@ -121,8 +120,7 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
         for path in found:
             name = os.path.relpath(path, root or ".")
             files[path] = min(name, files.get(path, name), key=lambda n: (len(n), n))
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return sorted(files.items(), key=lambda item: (item[1], item[0]))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moh_lm.checkpoint.directory import step_around
 from moh_lm.cli.output import Output, open_closed_streams
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
 
 OURS = ("moh_lm", "tools", "data_prep", "studies", "launch")
@@ -28,6 +29,25 @@ RESUMES = "stopped; run the same command again to resume"
 
 class Failure(Exception):
     """The work could not be done. The message gives the whole reason, and no command adds a traceback."""
+
+
+def run_file(file, about, add_flags, work, texts, *, check=None, **settings):
+    """``run_command`` for the command ``python FOLDER/NAME.py`` in a ``file``, which is called NAME.
+
+    about: its docstring, whose first line describes it. add_flags: a function that adds its flags to a ``Parser``.
+    check: a function of the arguments that raises ConfigError if they contradict each other.
+    """
+    path = Path(file)
+
+    def parse(texts):
+        parser = Parser(prog=f"python {path.parent.name}/{path.name}", description=about.splitlines()[0])
+        add_flags(parser)
+        arguments = parser.parse_args(texts)
+        if check:
+            check(arguments)
+        return arguments
+
+    return run_command(path.stem, parse, work, texts, **settings)
 
 
 def run_command(
