@@ -11,7 +11,8 @@ the base and, for every contestant, the median over rounds of its time relative 
 alone, and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
 dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
 ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected; ``in groups`` chooses the same share
-of the heads of every key/value group, where that is a whole number of some (--routing-unit head_in_group).
+of the heads of every key/value group, where that is a whole number of some (--routing-unit head_in_group). ``joined``
+is the sparse backend with --fused-projections, and ``fused`` with --fused-router, whose kernels need a GPU.
 
 On a GPU, times come from replayed CUDA graphs and, on the right, from eager calls; a contestant that waits for the
 GPU has only eager calls, and a line says so. The bases are FLASH (EFFICIENT in fp32, and with documents, which FLASH
@@ -125,8 +126,10 @@ def describe(device, dtype):
 
 
 def budgets(heads, active):
-    """Return (shared heads, routed heads per token): half and a quarter of the heads, or a quarter and a quarter."""
-    return (heads // 2 if active == 75 else heads // 4), heads // 4
+    """Return (shared heads, routed heads per token) for a percentage of the heads. Of 75 two thirds are shared, of 50
+    and of 25 a half."""
+    shared = heads // {75: 2, 50: 4, 25: 8}[active]
+    return shared, heads * active // 100 - shared
 
 
 def core(shape, active, length, batch, device, dtype, documents):
@@ -152,15 +155,14 @@ def core(shape, active, length, batch, device, dtype, documents):
         sparse = BACKENDS[backend]
         return lambda *tensors: gated_attention(*tensors, selected, num_shared, documents, sparse, own_keys=own_keys)
 
-    names = {"dense, gates": "dense", "cpu_sparse": "cpu_sparse"}
     functions = {"dense": plain}
     if device.type == "cuda":
-        names = {"dense, gates": "dense", "triton": "triton"}
         functions = {name: restricted(plain, backend) for name, backend in bases(documents, dtype).items()}
         if length <= 2048:  # longer scores would fill the memory
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
-    functions |= {name: with_backend(backend) for name, backend in names.items()}
-    functions["own keys"] = with_backend("triton" if device.type == "cuda" else "cpu_sparse", own_keys=True)
+    sparse = "triton" if device.type == "cuda" else "cpu_sparse"
+    functions |= {"dense, gates": with_backend("dense"), sparse: with_backend(sparse)}
+    functions["own keys"] = with_backend(sparse, own_keys=True)
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
 
 
@@ -178,11 +180,11 @@ def layer(shape, active, length, batch, device, dtype, documents):
     hidden, heads, kv_heads, head_dim = shape
     num_shared, num_active = budgets(heads, active)
 
-    def make(selection, backend, budget=(num_shared, num_active), **options):
+    def make(selection, backend, *asked, budget=(num_shared, num_active), **options):
         config = HeadsConfig(selection, *((number,) for number in budget), **options)
         model = ModelConfig(1, hidden, 4 * hidden, heads, kv_heads, head_dim, heads=config)
         torch.manual_seed(0)
-        module = build_model(model, backends=backend).model.layers[0].self_attn
+        module = build_model(model, backends=backend, **dict.fromkeys(asked, True)).model.layers[0].self_attn
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         module.to(device, dtype)
@@ -201,7 +203,12 @@ def layer(shape, active, length, batch, device, dtype, documents):
     of_group, rest = divmod(heads * active // 100, kv_heads)
     if rest == 0 and 0 < of_group < heads // kv_heads:
         budget = (of_group - 1) * kv_heads, kv_heads
-        modules["in groups"] = make("mixture", "groups", budget, routing_unit="head_in_group")
+        modules["in groups"] = make("mixture", "groups", budget=budget, routing_unit="head_in_group")
+    modules["joined"] = make("mixture", sparse, "fused_projections")
+    modules["no router, joined"] = make("all", "dense", "fused_projections")
+    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        modules["fused"] = make("mixture", sparse, "fused_router")
+        modules["fused, joined"] = make("mixture", sparse, "fused_router", "fused_projections")
     found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
     if device.type == "cuda":
         dense = found.pop("dense")
@@ -241,7 +248,7 @@ def report(title, functions, first, rounds, device):
             ]
             other = "   eager: " if device.type == "cuda" else "   by CPU time: "
             columns = other.join(f"{forward:.2f}  {both:.2f}" for forward, both in found[base, name])
-            print(f"    {name:14s} forward, both: {columns}", flush=True)
+            print(f"    {name:17s} forward, both: {columns}", flush=True)
     return found
 
 

@@ -1,7 +1,7 @@
 """Checks and tunes the Triton backend on a GPU before it is timed: part of benchmarks/attention.py.
 
 It compares errors against float64 with those of scaled dot-product attention in the same precision, finds the fastest
-tiles, and checks that nothing waits for the device and that a replayed CUDA graph can compute another routing.
+tiles, and checks that nothing waits for the device, so that a replayed CUDA graph can compute another routing.
 """
 
 import itertools
@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import recorded, seconds, without_waiting
+from benchmarks.timing import recorded, seconds
 from moh_lm.kernels import measured, triton_attention
 from moh_lm.kernels.gated_attention import TRITON, gated_attention
 from moh_lm.kernels.masks import document_bounds
+from moh_lm.model.router import select
 
 # block of slots, block of keys, warps, stages
 CANDIDATES = {
@@ -41,7 +42,7 @@ def check_and_tune(new, shapes, lengths, device, dtype):
         attempt(errors, shape, device, dtype, of_documents=mean)
         for shape, mean in itertools.product(shapes, (None, 300))
     ]
-    passed += [attempt(check, shapes[0], device, dtype) for check in (never_waits, replays)]
+    passed.append(attempt(replays, shapes[0], device, dtype))
     return new, all(passed)
 
 
@@ -65,14 +66,8 @@ def make(shape, length, device, dtype, seed=0, batch=1):
     tensors = [normal(length, batch, n, head_dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
     tensors.append(normal(length, batch, heads).abs())
     upstream = normal(length, batch, heads, head_dim).to(dtype)
-    return [tensor.requires_grad_() for tensor in tensors], upstream, route(shape, length, batch, normal)
-
-
-def route(shape, length, batch, normal):
-    heads = shape[1]
-    scores = normal(length, batch, heads - heads // 4)
-    routed = torch.zeros_like(scores).scatter(-1, scores.topk(heads // 4, -1).indices, 1)
-    return F.pad(routed, (heads // 4, 0), value=1)
+    routed = select(normal(length, batch, heads - heads // 4), heads // 4)
+    return [tensor.requires_grad_() for tensor in tensors], upstream, F.pad(routed, (heads // 4, 0), value=1)
 
 
 def with_gradients(function, tensors, upstream):
@@ -167,15 +162,6 @@ def tune(new, shape, length, device, dtype):
 def agree(tensor, other):
     """Return whether the L2 distance of two results is within the rounding of 16-bit numbers."""
     return bool((tensor.double() - other.double()).norm() <= 0.03 * other.double().norm())
-
-
-def never_waits(shape, device, dtype, length=1024):
-    tensors, upstream, selected = make(shape, length, device, dtype)
-    function = triton(selected, shape[1] // 4)
-    with_gradients(function, tensors, upstream)
-    without_waiting(lambda: with_gradients(function, tensors, upstream))
-    print("forward and backward never wait for the device")
-    return True
 
 
 def replays(shape, device, dtype, length=1024):

@@ -172,7 +172,7 @@ def generation(shape, length, batch, device, dtype):
             stamps = [time.perf_counter() for _ in steps]  # of tokens that the host has
             times[way] = median(b - a for a, b in itertools.pairwise(stamps))
         columns = "".join(f"  {way} {1e6 * found:9.1f} us" for way, found in times.items())
-        print(f"    generation, {name:10s}{columns}", flush=True)
+        print(f"    generation, {shape} T={length} b={batch}, {name:10s}{columns}", flush=True)
 
 
 def tune(shape, length, device, dtype):

@@ -22,7 +22,7 @@ MODELS = {
         num_layers=4, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128,
     ),
-    "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32),
+    "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, vocab_size=1024),
 }
 MODELS["llm-s-grouped"] = MODELS["llm-s"] | {"num_key_value_heads": 6}
 KERNELS = Path(__file__).resolve().parents[1] / "moh_lm" / "kernels"  # where --save writes
@@ -72,7 +72,7 @@ def step_flags(texts):
     add("--shape", default="llm-s", choices=MODELS)
     add("--seq-length", type=at_least(1), nargs="+", default=[1024])
     add("--micro-batch-size", type=at_least(1), default=1)
-    names = ["dense", "moh-75", "moh-50", "hf", "groups-50"]
+    names = ["dense", "moh-75", "moh-50", "hf", "moh-25", "groups-50", "hf-liger"]
     choices = [*names, *(f"{name}-compiled" for name in names)]
     choices += [f"{name}-fused" for name in choices if not name.startswith("hf")]
     choices += [f"{name}-joined" for name in choices if not name.startswith("hf")]
@@ -83,7 +83,7 @@ def step_flags(texts):
     add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")
     add("--threads", type=at_least(1), help="(default: torch's own number)")
     add("--device", type=device, help="(default: a GPU if there is one)")
-    add("--peak-tflops", type=above_0, help="of the device in this precision, for the MFU")
+    add("--peak-tflops", type=above_0, help="of the device, for the MFU (default: known for common GPUs)")
     return parser.parse_args(texts)
 
 

@@ -4,7 +4,8 @@
                               [--micro-batch-size 1] [--rounds 3] [--threads N] [--device cuda] [--peak-tflops 989]
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
-AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
+AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers;
+hf-liger has the kernels of liger-kernel too, if that is installed, and then hf in the same process has some of them. A
 name that continues with -compiled is the same under torch.compile, ours by layers as with ``--compile``. With -fused,
 the kernels are those of ``--fused-loss`` and ``--fused-router``; with -joined after it, the products are those of
 ``--fused-projections``; with -captured at the end, forward and backward pass are one graph, as with ``--cuda-graph``.
@@ -23,8 +24,10 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
     options = checked(step_flags, sys.argv[1:])  # before the imports that take seconds
 
+import importlib.metadata
 import importlib.util
 import platform
+import re
 from statistics import median
 
 import torch
@@ -35,6 +38,7 @@ from benchmarks.timing import seconds
 from moh_lm.build import build_model
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import HeadsConfig, ModelConfig, raise_any
+from moh_lm.cost.devices import known_device
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.choose import choose_backend
 from moh_lm.model.block import modules_of
@@ -42,8 +46,6 @@ from moh_lm.model.transformer import compile_layers
 from moh_lm.supervise.malloc import keep_freed_memory
 from moh_lm.training.captured import CapturedMicroBatch
 from tools.hf.convert.keys import written
-
-VOCAB = {"tiny": 1024}
 
 
 def main(arguments):
@@ -56,6 +58,7 @@ def main(arguments):
         keep_freed_memory()  # as training does
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    arguments.peak_tflops = arguments.peak_tflops or getattr(known_device(name), "tflops", None)
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")
     for length in arguments.seq_length:
         compare(arguments, length, device)
@@ -65,13 +68,12 @@ def check_backend(arguments, device):
     """Raise ConfigError for a --backend that cannot train there."""
     backend, needed = arguments.backend, "cpu" if arguments.backend == "cpu_sparse" else "cuda"
     compiled = [name for name in arguments.contestants if "-compiled" in name and not name.startswith("hf")]
-    fused = [name for name in arguments.contestants if "-fused" in name]
-    captured = [name for name in arguments.contestants if name.endswith("-captured")]
-    problems = []
-    if fused and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        problems.append(f"--contestants {fused[0]}: its kernels need a GPU, and --device is {device}; leave it out")
-    if captured and device.type != "cuda":
-        problems.append(f"--contestants {captured[0]}: its graph needs a GPU, and --device is {device}; leave it out")
+    of_gpus = "-captured" if os.environ.get("TRITON_INTERPRET") == "1" else "-captured|-fused"
+    problems = [
+        f"--contestants {name}: needs a GPU, and --device is {device}; leave it out"
+        for name in arguments.contestants
+        if device.type != "cuda" and re.search(of_gpus, name)
+    ]
     if backend not in ("auto", "dense") and device.type != needed:
         place = {"cpu": "a CPU", "cuda": "a CUDA GPU"}[needed]
         problems.append(f"--backend {backend}: needs {place}, and --device is {device}; choose auto")
@@ -92,7 +94,7 @@ def compare(arguments, length, device):
         contestants[name] = make(name, arguments, length, device)
         own[name] = allocated(device) - before
     generator = torch.Generator().manual_seed(0)
-    vocab = VOCAB.get(arguments.shape, 65536)
+    vocab = ModelConfig(**MODELS[arguments.shape]).vocab_size
     times, losses, memory = {name: [] for name in contestants}, {}, {}
     for round in range(arguments.rounds + 1):
         tokens = torch.randint(vocab, (arguments.micro_batch_size, length + 1), generator=generator).to(device)
@@ -112,7 +114,7 @@ def compare(arguments, length, device):
     print(f"\n{arguments.shape}, {arguments.micro_batch_size} x {length} tokens; seconds of a step; ratio to {first}")
     for name, (_, config) in contestants.items():
         taken = median(seconds for seconds, *_ in times[name][1:])
-        line = f"{name:16}{taken:9.3f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
+        line = f"{name:16}{taken:10.5f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
         for clock, introduction in enumerate(["", "  by CPU time"][: len(times[name][0])]):
             mine, others = ([taken[clock] for taken in times[which][1:]] for which in (name, first))
             ratios = sorted(a / b for a, b in zip(mine, others, strict=True))
@@ -129,12 +131,9 @@ def allocated(device):
 
 def make(name, arguments, length, device):
     """Return (step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
-    sizes = {**MODELS[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
+    sizes = MODELS[arguments.shape]
     heads = HeadsConfig(head_selection="all")
-    called = name.removesuffix("-captured")
-    separate = called.removesuffix("-joined")
-    unfused = separate.removesuffix("-fused")
-    kind = unfused.removesuffix("-compiled")
+    kind, *ways = re.split("-(?=compiled|fused|joined|captured)", name)
     if kind.startswith("moh-"):
         shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
         heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
@@ -143,22 +142,22 @@ def make(name, arguments, length, device):
         heads = HeadsConfig(num_shared_heads=(0,), num_active_routed_heads=(number,), routing_unit="head_in_group")
     config = ModelConfig(**sizes, heads=heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if kind == "hf":
+    if kind.startswith("hf"):
         with device:
-            model, loss_of = hugging_face(config, length, kind != unfused), hugging_face_loss
+            model, loss_of = hugging_face(config, length, "compiled" in ways, kind == "hf-liger"), hugging_face_loss
     else:
         share = config.active_heads(0) / config.num_attention_heads
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
         asked = "groups" if config.chooses_in_groups else arguments.backend
-        chosen = choose_backend(asked, device, dtype, queries, share, compiled=kind != unfused)
-        fused = dict.fromkeys(("fused_loss", "fused_router"), unfused != separate)
-        model = drawn(config, device, backends=chosen, fused_projections=separate != called, **fused)
+        chosen = choose_backend(asked, device, dtype, queries, share, compiled="compiled" in ways)
+        fused = dict.fromkeys(("fused_loss", "fused_router"), "fused" in ways)
+        model = drawn(config, device, backends=chosen, fused_projections="joined" in ways, **fused)
         loss_of = our_loss
-        if kind != unfused:
+        if "compiled" in ways:
             compile_layers(model)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
-    if called != name:
+    if "captured" in ways:
         model.use_captured(CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
 
@@ -186,11 +185,18 @@ def our_loss(model, tokens):
     return model(tokens[:, :-1], tokens[:, 1:])[0]
 
 
-def hugging_face(config, length, compiled):
+def hugging_face(config, length, compiled, liger):
     import transformers  # only this contestant needs it
 
     more = {"max_position_embeddings": length, "attn_implementation": "sdpa", "use_cache": False}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**written(config), **more))
+    if liger and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+        print(f"hf-liger: liger-kernel {importlib.metadata.version('liger-kernel')}")
+    elif liger:
+        print("hf-liger: liger-kernel is not installed, so this is hf")
     print(f"hf: transformers {transformers.__version__}", file=sys.stderr)
     return torch.compile(model, dynamic=False) if compiled else model
 

@@ -88,17 +88,16 @@ def joined_tokens(words: Counter[str], number: int) -> list[list[int]]:
     order = {piece: index for index, piece in enumerate(pieces) if len(piece) > 1}
     # In a small text the trainer also joins pairs that no longer occur; tokens that are in no word are left out.
     found = {piece for word in joinable for piece in trained.encode(word, out_type=str)}
-    useful = {step for piece in found for step in steps(piece, order)}
+    useful = {step for piece in found for step in steps(list(piece), order)}
     ids = {chr(letter): index for index, letter in enumerate(LETTERS.tolist())}
     return [[ids[letter] for letter in piece] for piece in order if piece in useful]
 
 
-def steps(word: str, order: dict[str, int]) -> Iterator[str]:
-    """The tokens that BPE joins in ``word``, one after another."""
-    parts = list(word)
+def steps(parts: list, order: dict) -> Iterator:
+    """Join neighbours among ``parts`` as BPE does, the lowest in ``order`` first; yields what each step has joined."""
     while pairs := [(order[a + b], place) for place, (a, b) in enumerate(pairwise(parts)) if a + b in order]:
         _, place = min(pairs)
-        parts[place : place + 2] = ["".join(parts[place : place + 2])]
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
         yield parts[place]
 
 

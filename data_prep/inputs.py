@@ -23,8 +23,8 @@ from data_prep.corpora import recognize
 from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
 from data_prep.storage import is_remote, open_file, remote_files
 from data_prep.tables import first_row
-from moh_lm.config import ConfigError
-from moh_lm.data.files import refuse_folder, sha256_of
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import refuse_unreadable, sha256_of
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 
@@ -36,6 +36,7 @@ NO_DATA = re.compile(
     r"|\.(md|py|sh|sha256|md5|lock)$"
 )
 UNFINISHED = re.compile(r"\.(part|partial|incomplete|crdownload|aria2|download|tmp)$")
+LEFT_OUT = "left_out.txt"  # in a data directory: files that the last command left out
 SHOWN = 20  # files shown of a long list
 
 
@@ -83,12 +84,11 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
         elif not SOURCE_NAME.fullmatch(name):
             remedy = "begin the name with a letter or digit; '.', '_' and '-' may follow"
             problems.append(f"--source {source}: {remedy}")
-        elif name in ("manifest.json", *TOKENIZER_FILES):
+        elif name.lower() in ("manifest.json", LEFT_OUT, *TOKENIZER_FILES):
             problems.append(f"--source {source}: {name} is the name of a file in every data directory; choose another")
         else:
             patterns.setdefault(name, []).append(pattern)
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return patterns
 
 
@@ -120,8 +120,7 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
         for path in found:
             name = os.path.relpath(path, root or ".")
             files[path] = min(name, files.get(path, name), key=lambda n: (len(n), n))
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return sorted(files.items(), key=lambda item: (item[1], item[0]))
 
 
@@ -206,7 +205,7 @@ def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
     if not os.path.isdir(directory):
         raise ConfigError([f"--recognize {directory}: is not a directory; give single files with --source NAME=GLOB"])
     files, no_data, visited = [], [], set()
-    for folder, folders, names in os.walk(directory, onerror=refuse_folder, followlinks=True):
+    for folder, folders, names in os.walk(directory, onerror=refuse_unreadable, followlinks=True):
         if os.path.realpath(folder) in visited:  # a link that leads back
             folders.clear()
             continue

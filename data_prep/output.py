@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from data_prep.encoding import Tokenizer
-from data_prep.inputs import Source, same_content
+from data_prep.inputs import LEFT_OUT, Source, same_content
 from data_prep.storage import exists, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
@@ -26,7 +26,6 @@ from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
-LEFT_OUT = "left_out.txt"  # files that the last command left out
 FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", LEFT_OUT, *TOKENIZER_FILES)))
 TEMPORARY = re.compile(rf"({FILES})\.tmp-\d+")
 
@@ -60,6 +59,15 @@ def check_tokenizer_files(output: Path, contents: dict[str, bytes]):
         if (output / name).exists() and contents.get(name) != (output / name).read_bytes():
             problem = f"has {name} of another tokenizer; remove it, or choose another directory"
             raise ConfigError([f"--output {output}: {problem}"])
+
+
+def check_source_names(output: Path, names: Iterable[str]):
+    """Raise ConfigError for sources that a disk which ignores case would keep in one directory."""
+    there = sorted({*names, *(path.parent.name for path in output.glob("[!.]*/*.json"))})
+    alike = ((name, other) for name in names for other in there if name != other and name.lower() == other.lower())
+    for name, other in alike:
+        problem = f"differs from source {other} only in capitals, and some disks would keep both in one directory"
+        raise ConfigError([f"--output {output}: source {name} {problem}; choose another name for it"])
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from pathlib import Path
 from data_prep import output as data_directory
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
-from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
-from data_prep.output import LEFT_OUT, finished_sidecars, sweep
+from data_prep.inputs import LEFT_OUT, Source, named_source, recognized_sources, source_patterns, standard_input
+from data_prep.output import finished_sidecars, sweep
 from data_prep.report import NO_DATA, LeftOut, outlook, plan_line, print_others, print_summary, progress_bar, room, told
 from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
@@ -29,6 +29,7 @@ def run(flags) -> int:
     try:
         with ExitStack() as stack:
             stack.enter_context(data_directory.only_run(output))
+            data_directory.check_source_names(output, sources)
             sweep(output, sources)
             if from_stdin:
                 try:
@@ -66,7 +67,7 @@ def fill(
         else:  # the manifest of shards that were removed
             (output / name).unlink(missing_ok=True)
     for name in sources:
-        (output / name).mkdir(exist_ok=True)
+        data_directory.writable_directory(output / name)
         data_directory.record_groups(output / name, [unit for unit in units if unit.source == name])
     for name, source in sources.items():
         complete = [unit in finished for unit in units if unit.source == name]

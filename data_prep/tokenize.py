@@ -12,6 +12,7 @@ different content or options is replaced. Exit codes: 0 complete, 1 an input fai
 
 import os
 import sys
+from functools import partial
 
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -26,11 +27,10 @@ MOST_PIECES = 1 << 24  # with more, SentencePiece needs minutes to find that the
 
 
 def main(texts: list[str]) -> int:
-    commands = {"train": (train_flags, train), "extend": (extend_flags, extend)}
-    parse, work = commands.get(texts[0] if texts else "", (tokenize_flags, tokenize))
-    given, again = texts[work is not tokenize :], RESUMES
-    words = {"remark": "; nothing was written", "interrupted": again}
-    return run_command("tokenize.py", parse, work, given, failures=(OSError,), **words)
+    command = texts[0] if texts and texts[0] in COMMANDS else ""
+    parse, work = COMMANDS.get(command, tokenize_flags), partial(run, command)
+    words = {"remark": "; nothing was written", "interrupted": RESUMES}
+    return run_command("tokenize.py", parse, work, texts[bool(command) :], **words)
 
 
 def tokenize_flags(texts):
@@ -40,7 +40,7 @@ def tokenize_flags(texts):
         epilog="To train or extend a SentencePiece model: python data_prep/tokenize.py train --help, or extend --help",
     )
     if texts and not texts[0].startswith("-"):
-        raise ConfigError([f"command {texts[0]} is unknown: {nearest(texts[0], ('train', 'extend'))}"])
+        raise ConfigError([f"command {texts[0]} is unknown: {nearest(texts[0], COMMANDS)}"])
     add = parser.add_argument
     add(
         "--tokenizer", metavar="MODEL", required=True,
@@ -152,22 +152,14 @@ def fraction(text):
     return value
 
 
-def tokenize(flags) -> int:
-    from data_prep.tokenization import run
+def run(command: str, flags) -> int:
+    from data_prep import sentencepiece_extension, sentencepiece_training, tokenization
 
-    return run(flags)
-
-
-def train(flags) -> int:
-    from data_prep.sentencepiece_training import run
-
-    return run(flags)
+    works = {"train": sentencepiece_training, "extend": sentencepiece_extension}
+    return works.get(command, tokenization).run(flags)
 
 
-def extend(flags) -> int:
-    from data_prep.sentencepiece_extension import run
-
-    return run(flags)
+COMMANDS = {"train": train_flags, "extend": extend_flags}
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 import zstandard
 
-from moh_lm.cli.command import run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import run_file
 from moh_lm.data.files import publish_own, refuse_foreign
 
 FILES = {"topics": "topics.jsonl", "docstrings": "docstrings.jsonl.zst", "library": "library.json.gz"}
@@ -36,13 +35,11 @@ SMALLEST = 200_000  # characters per source: with less, too few windows could be
 
 
 def main(texts):
-    return run_command("quickstart_corpus", parse_arguments, run, texts, failures=(OSError,))
+    return run_file(__file__, __doc__, add_flags, run, texts)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python launch/quickstart_corpus.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the three files")
-    return parser.parse_args(texts)
 
 
 def run(arguments):

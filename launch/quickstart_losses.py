@@ -10,20 +10,17 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.quickstart_recovery import evaluations
-from moh_lm.cli.command import run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import run_file
 from moh_lm.config import Config, ConfigError
 
 
 def main(texts):
-    return run_command("quickstart_losses", parse_arguments, run, texts, failures=(OSError,))
+    return run_file(__file__, __doc__, add_flags, run, texts)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python launch/quickstart_losses.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("--original", type=Path, metavar="RUN", required=True, help="run directory of the import")
     parser.add_argument("--mixture", type=Path, metavar="RUN", required=True, help="run directory of the mixture")
-    return parser.parse_args(texts)
 
 
 def run(arguments):

@@ -14,22 +14,19 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import run_file
 from moh_lm.config import Config, ConfigError
 from moh_lm.monitor.events import complete_rows
 
 
 def main(texts):
-    return run_command("quickstart_recovery", parse_arguments, run, texts, failures=(OSError,))
+    return run_file(__file__, __doc__, add_flags, run, texts)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python launch/quickstart_recovery.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("--mixture", type=Path, metavar="RUN", required=True, help="run directory of the mixture")
     parser.add_argument("--control", type=Path, metavar="RUN", required=True, help="run directory of the dense model")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="of the files to write")
-    return parser.parse_args(texts)
 
 
 def run(arguments):

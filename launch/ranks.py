@@ -22,6 +22,13 @@ if "--help" in given or {"--dry-run", "--devices"} <= given:  # at once, without
     os.execvpe("bash", ["bash", *sys.argv[1:]], os.environ | {"RANK_PYTHON": sys.executable})
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the launcher is imported
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the root of the checkout
+
+from moh_lm.cli.command import import_problems  # noqa: E402
+
+if problems := import_problems():
+    print("\n".join(f"{sys.argv[1]}: {problem}" for problem in problems), file=sys.stderr)
+    sys.exit(2)
 
 from deepspeed.launcher import runner  # noqa: E402
 

@@ -28,8 +28,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.quickstart_corpus import size, split_docstrings, write
-from moh_lm.cli.command import run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import run_file
 from moh_lm.data.files import json_bytes, publish_own, refuse_foreign
 
 PACKAGES = Path(__file__).with_name("atlas_packages.txt")
@@ -44,13 +43,11 @@ LONG_LINE = 30  # characters; different documents may share shorter lines
 
 
 def main(texts):
-    return run_command("atlas_corpus", parse_arguments, run, texts, failures=(OSError, RuntimeError))
+    return run_file(__file__, __doc__, add_flags, run, texts, failures=(RuntimeError,))
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python studies/atlas_corpus.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the three files")
-    return parser.parse_args(texts)
 
 
 def run(arguments):

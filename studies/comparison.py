@@ -188,9 +188,12 @@ class Comparison:
         check_flags([*runs, *map(self.run, self.there())], self.flags.out)
 
     def there(self):
-        """Return the trials of the table that have started, at the requested sizes."""
-        for size, variant in itertools.product(self.sizes, self.table.variants):
-            for path in sorted((self.flags.out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
+        """Return the trials of the table that have a directory, or a log that a requested variant would replace, at
+        any rate: tuning may still add it."""
+        for size, variant in itertools.product(self.trained, self.table.variants):
+            folder = self.flags.out / "runs" / size.name / variant.name
+            paths = folder.glob("rate-*" if variant in self.variants else "rate-*/")
+            for path in sorted({path.with_name(path.name.removesuffix(".log")) for path in paths}):
                 if named := factor_and_seed(path):
                     yield Trial(size, variant, *named)
 

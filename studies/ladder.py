@@ -31,7 +31,7 @@ RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
 
 def main(texts):
-    failures = (OSError, CalledProcessError)
+    failures = (CalledProcessError,)
     return run_command("ladder", parse_arguments, run, texts, failures=failures, interrupted=RESUMES, trains=True)
 
 

@@ -51,7 +51,7 @@ READERS = {  # a reader of a directory, and the error that it raises for damage;
     "kind": ("config.json", kind_of_run, None),
     "program": ("config.json", program_of, None),
     "holder": ("lock", lambda place: describe_holder(place / "lock"), None),
-    "events": ("events.jsonl", lambda place: complete_rows(place / "events.jsonl"), None),
+    "events": ("events.jsonl", lambda place: list(complete_rows(place / "events.jsonl")), None),
     "import": ("config.json", read_config, ConfigError),
     "rows": ("rows.jsonl", lambda place: row_problems(place / "rows.jsonl", ["a"]), None),
 }
@@ -106,7 +106,7 @@ def test_aliases_that_stand_for_endless_lists_are_refused_at_once(tmp_path):
 
 def test_a_pipe_is_an_empty_file(tmp_path):
     os.mkfifo(pipe := tmp_path / "config.json")
-    assert complete_rows(pipe) == [] and describe(pipe) == {"bytes": 0, "sha256": []}
+    assert list(complete_rows(pipe)) == [] and describe(pipe) == {"bytes": 0, "sha256": []}
     for read, error in ((read_json, ValueError), (read_facts, ShardError), (Config.load, ConfigError)):
         with pytest.raises(error):
             read(pipe)

@@ -1,6 +1,7 @@
 """What the tests of data preparation share: texts, a small tokenizer, the command, and what is in a data directory."""
 
 import base64
+import functools
 import io
 import json
 import os
@@ -8,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -60,10 +60,19 @@ def llama_3_vocabulary(path, tokens, later=()):
 
     ``later`` have the ids after the special tokens, as an extension gives them.
     """
-    others = (b"\xff%d" % number for number in range(128_000 - len(tokens)))
-    ranks = chain(enumerate(chain(tokens, others)), enumerate(later, 128_256))
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks))
+    ranks = enumerate(later, 128_256)
+    path.write_bytes(lines_of(enumerate(tokens)) + lines_of_no_text(len(tokens)) + lines_of(ranks))
     return path
+
+
+def lines_of(ranks):
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks)
+
+
+@functools.cache
+def lines_of_no_text(first):
+    """The lines of the tokens from ``first`` on that no UTF-8 has."""
+    return lines_of((rank, b"\xff%d" % rank) for rank in range(first, 128_000))
 
 
 def hugging_face_tokenizer(directory, kind, vocab_size=300, **config):

@@ -16,23 +16,20 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.checkpoint.directory import list_steps, step_number
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import raise_any
 from moh_lm.units import at_least
 
 
 def main(texts):
-    return run_command("average", parse_arguments, run, texts, failures=(OSError,), code=2)
+    return run_file(__file__, __doc__, add_flags, run, texts, code=2)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/average.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     help_of_steps = "two or more of its checkpoints"
     parser.add_argument("--steps", type=at_least(1), nargs="+", required=True, metavar="STEP", help=help_of_steps)
     parser.add_argument("--output", type=output_path, required=True, metavar="AVERAGE", help="run directory to be made")
-    return parser.parse_args(texts)
 
 
 def run(arguments):

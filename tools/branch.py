@@ -17,25 +17,22 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.checkpoint.directory import list_steps
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import Config, ConfigError
 from moh_lm.monitor.events import complete_rows
 from moh_lm.units import at_least
 
 
 def main(texts):
-    return run_command("branch", parse_arguments, run, texts, failures=(OSError,), code=2)
+    return run_file(__file__, __doc__, add_flags, run, texts, code=2)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/branch.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory with --schedule wsd")
     parser.add_argument("--at", type=at_least(0), required=True, metavar="STEP", help="step of a checkpoint before "
                         "the decay")  # fmt: skip
     parser.add_argument("--decay-iters", type=at_least(1), required=True, metavar="N", help="length of the decay")
     parser.add_argument("--output", type=output_path, required=True, metavar="BRANCH", help="run directory to create")
-    return parser.parse_args(texts)
 
 
 def run(arguments):

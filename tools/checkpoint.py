@@ -19,8 +19,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.checkpoint.directory import list_steps
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import ConfigError
 from moh_lm.units import at_least
 
@@ -28,11 +27,10 @@ POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "dat
 
 
 def main(texts):
-    return run_command("checkpoint", parse_arguments, run, texts, failures=(OSError,), code=2)
+    return run_file(__file__, __doc__, add_flags, run, texts, code=2)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/checkpoint.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
 
     def add(command, help, *paths):
@@ -59,7 +57,6 @@ def parse_arguments(texts):
     dtypes = ("float32", "bfloat16")
     joins.add_argument("--dtype", default="float32", choices=dtypes, help="precision of the weights (default: "
                        "%(default)s)")  # fmt: skip
-    return parser.parse_args(texts)
 
 
 def run(arguments):

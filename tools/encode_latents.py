@@ -21,8 +21,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import RESUMES, output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import RESUMES, output_path, run_file
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
 from moh_lm.units import at_least
@@ -33,14 +32,11 @@ WORDS = {"sha256": "image names", "sampled": "image files", "sizes": "image file
 
 
 def main(texts):
-    failures = (OSError, ShardError)
-    return run_command(
-        "encode_latents", parse_arguments, run, texts, failures=failures, extra="vision", interrupted=RESUMES
-    )
+    words = {"extra": "vision", "interrupted": RESUMES}
+    return run_file(__file__, __doc__, add_flags, run, texts, failures=(ShardError,), **words)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/encode_latents.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("--images", required=True, metavar="DIR_OR_TAR", help="class folders, in a directory or a tar")
     parser.add_argument("--vae", type=Path, required=True, metavar="DIR", help="directory of an AutoencoderKL of "
                         "diffusers")  # fmt: skip
@@ -50,7 +46,6 @@ def parse_arguments(texts):
                         "(%(default)s)")  # fmt: skip
     parser.add_argument("--dtype", choices=("fp16", "fp32"), default="fp16", help="precision of the latents "
                         "(%(default)s)")  # fmt: skip
-    return parser.parse_args(texts)
 
 
 def run(arguments):
@@ -157,19 +152,18 @@ def images_done(output, facts):
         if (output / name).exists():
             try:
                 found = read_json(output / name)
-                done, has_checksums = found.pop("done", None), found.pop("content", None)
+                done = found.pop("done") if name == PARTIAL else None
+                found.pop("content", None)
                 if done != 0 and len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
                     raise ValueError(f"{LATENTS} has another number of images")
-                known = ("sampled", "sizes")  # directories of earlier versions lack these
-                found = {**{key: facts[key] for key in known}, **found}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError([f"--output {output}: is damaged ({error}); remove it to encode again"]) from error
             if found != facts:
                 other = ", ".join({WORDS.get(key, key): 0 for key in facts if found.get(key) != facts[key]})
                 raise ConfigError([f"--output {output}: has latents of other {other}; give another directory"])
-            if has_checksums:
+            if done is None:
                 opened("--output", Latents, output)
-            return facts["images"] if done is None and not has_checksums else done
+            return done
     return 0
 
 

@@ -25,8 +25,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import device, output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.parsing import parse_json
 from moh_lm.units import at_least
@@ -37,12 +36,11 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 
 
 def main(texts):
-    failures = (OSError, ValueError, RuntimeError)
-    return run_command("evaluate", parse_arguments, run, texts, failures=failures, extra="eval")
+    failures = (ValueError, RuntimeError)
+    return run_file(__file__, __doc__, add_flags, run, texts, check=check, failures=failures, extra="eval")
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/evaluate.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="an export, or another Hugging Face model")
     add_task_flags(parser)
@@ -57,12 +55,12 @@ def parse_arguments(texts):
     add("--output", type=output_path, metavar="FILE.json", help="write the table and all metrics of one model")
     add("--compare", nargs="+", type=Path, default=[], metavar="DIR_OR_FILE", help="other models, or files of "
         "--output, to add to the table")  # fmt: skip
-    arguments = parser.parse_args(texts)
+
+def check(arguments):
     problems = task_problems(arguments)
     if arguments.compare and arguments.output:
         problems.append("--output: is the file of one model; leave --compare out")
     raise_any(problems)
-    return arguments
 
 
 def batch_size(text):

@@ -15,8 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import publish, sha256_of
 from tools.tasks.flags import add_task_flags, task_problems
@@ -24,19 +23,19 @@ from tools.tasks.suites import SEED, entries_of
 
 
 def main(texts):
-    return run_command("evaluate_prepare", parse_arguments, run, texts, failures=(RuntimeError, OSError), extra="eval")
+    return run_file(__file__, __doc__, add_flags, run, texts, check=check, failures=(RuntimeError,), extra="eval")
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/evaluate_prepare.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add_task_flags(parser)
     words = "tokenizer of the run, or its data directory"
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help=words)
     parser.add_argument("--output", required=True, type=output_path, metavar="FILE", help="file to write, in JSON "
                         "lines")  # fmt: skip
-    arguments = parser.parse_args(texts)
+
+
+def check(arguments):
     raise_any(task_problems(arguments))
-    return arguments
 
 
 def run(arguments):

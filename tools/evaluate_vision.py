@@ -21,8 +21,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import device, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError
 from moh_lm.units import at_least
@@ -34,11 +33,10 @@ TOP = 5
 def main(texts):
     compares = any(text.split("=")[0] == "--samples" for text in texts)
     extra, failures = "fid" if compares else "vision", (OSError, ValueError, RuntimeError)
-    return run_command("evaluate_vision", parse_arguments, run, texts, failures=failures, extra=extra)
+    return run_file(__file__, __doc__, add_flags, run, texts, check=check, failures=failures, extra=extra)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/evaluate_vision.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("model", nargs="?", type=Path, metavar="RUN_OR_STEP", help="run directory of a classifier, or its "
         "checkpoints/step-N")  # fmt: skip
@@ -51,11 +49,12 @@ def parse_arguments(texts):
     add("--inception", type=Path, metavar="FILE", help=f"weights of Inception v3, from https://{INCEPTION}")
     add("--batch-size", type=at_least(1), default=64, metavar="N", help="images at a time (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
-    arguments = parser.parse_args(texts)
+
+
+def check(arguments):
     forms = [(arguments.model, arguments.images), (arguments.samples, arguments.reference, arguments.inception)]
     if [all(form) for form in forms] != [any(form) for form in forms] or all(forms[0]) == all(forms[1]):
         raise ConfigError(["give either RUN_OR_STEP and --images, or --samples, --reference and --inception"])
-    return arguments
 
 
 def run(arguments):
@@ -77,8 +76,7 @@ def evaluate(arguments, device):
     from moh_lm.checkpoint.saver import find_step
     from moh_lm.vision.images import Images
     from moh_lm.vision.load import load_model
-    from moh_lm.vision.loader import ImageLoader, ImageSet
-    from tools.tasks.held_out import image_problems
+    from moh_lm.vision.loader import ImageLoader, ImageSet, held_out_problems
 
     step = find_step(arguments.model)
     config, model = load_model(step, arguments.weights)
@@ -88,7 +86,7 @@ def evaluate(arguments, device):
     images = Images(arguments.images)
     for note in images.notes:
         print(f"note: {note}")
-    raise_any(list(image_problems(step, config.model, images)))
+    raise_any(list(held_out_problems(step, config.model, images)))
     data = replace(config.data, workers=arguments.workers)
     config = replace(config, data=data, run=replace(config.run, micro_batch_size=arguments.batch_size))
     batches = ImageLoader(ImageSet(config, images, images), 0, 1, device != "cpu").validation(0)

@@ -20,20 +20,18 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from safetensors import SafetensorError
 
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def main(texts):
-    failures = (SafetensorError, OSError)
-    return run_command("export_hf", parse_arguments, run, texts, failures=failures, remark="; nothing was exported")
+    failures = (SafetensorError,)
+    return run_file(__file__, __doc__, add_flags, run, texts, failures=failures, remark="; nothing was exported")
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/export_hf.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="RUN_OR_STEP", help="run directory, or one of its steps")
     add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
@@ -46,7 +44,6 @@ def parse_arguments(texts):
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="largest file (default: %(default)s)")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish it on the Hugging Face hub too")
     add("--overwrite", action="store_true", help="replace the files of an earlier export in the output directory")
-    return parser.parse_args(texts)
 
 
 def stock_class(text):

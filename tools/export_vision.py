@@ -20,8 +20,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import TWO_STAGE, ConfigError
 from moh_lm.data.files import read_json, write_json
 
@@ -42,17 +41,15 @@ CARDS = {
 
 def main(texts):
     words = {"remark": "; nothing was exported", "extra": "vision"}
-    return run_command("export_vision", parse_arguments, run, texts, failures=(OSError,), **words)
+    return run_file(__file__, __doc__, add_flags, run, texts, **words)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/export_vision.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
     add("--output", required=True, type=output_path, metavar="DIR", help="directory to create")
     add("--weights", choices=("master", "ema"), help="weights, or their moving average (default: ema if kept)")
     add("--vae", type=Path, metavar="DIR", help="for a DiT of latents: directory of the AutoencoderKL to include")
-    return parser.parse_args(texts)
 
 
 def run(arguments):

@@ -15,8 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.data.files import ShardError
 from moh_lm.units import at_least
 
@@ -24,17 +23,14 @@ RESUMES = "; run the same command again to resume"
 
 
 def main(texts):
-    failures = (ShardError, OSError)
-    return run_command("fetch_data", parse_arguments, run, texts, failures=failures, remark=RESUMES, extra="remote")
+    return run_file(__file__, __doc__, add_flags, run, texts, failures=(ShardError,), remark=RESUMES, extra="remote")
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/fetch_data.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     parser.add_argument("source", metavar="FROM", help="data directory, or a URL that fsspec reads")
     parser.add_argument("--output", type=output_path, required=True, metavar="DIR", help="data directory to be made")
     help_of_workers = "shards that are copied at once (default: %(default)s)"
     parser.add_argument("--workers", type=at_least(1), default=8, metavar="N", help=help_of_workers)
-    return parser.parse_args(texts)
 
 
 def run(arguments):

@@ -19,8 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import device, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least, integer, share
 
@@ -28,11 +27,11 @@ UNFINISHED = "\ufffd"  # a character whose bytes are not complete yet
 
 
 def main(texts):
-    return run_command("generate", parse_arguments, run, texts, failures=(RuntimeError,), unheard="ends")
+    words = {"failures": (RuntimeError,), "unheard": "ends"}
+    return run_file(__file__, __doc__, add_flags, run, texts, check=check, **words)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/generate.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="run directory, step directory, or export")
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated (default: standard input)")
@@ -50,7 +49,9 @@ def parse_arguments(texts):
         "selected ones; dense: all; auto: whichever was faster (default: %(default)s)")  # fmt: skip
     add("--cuda-graph", action="store_true", help="launch all of a step at once, after a comparison; it needs a GPU")
     add("--json", action="store_true", help="print a JSON object for each prompt: prompt, text, tokens")
-    arguments = parser.parse_args(texts)
+
+
+def check(arguments):
     if not 0 <= arguments.temperature < math.inf:
         raise ConfigError([f"--temperature {arguments.temperature:g}: must be 0 or above, such as 0.8"])
     source = "--prompt" if arguments.prompt else "standard input"
@@ -60,7 +61,6 @@ def parse_arguments(texts):
             prompt.encode()  # bytes that are not UTF-8 arrive as surrogates
     except UnicodeError as error:
         raise ConfigError([f"{source}: is not UTF-8 text ({error}); convert it, or give --prompt"]) from error
-    return arguments
 
 
 def seed(text):

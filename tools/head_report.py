@@ -19,8 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import device, output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish_own, refuse_foreign
 from moh_lm.units import above_0, at_least
@@ -30,12 +29,11 @@ LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
 
 
 def main(texts):
-    failures = (ShardError, RuntimeError, OSError)
-    return run_command("head_report", parse_arguments, run, texts, failures=failures, extra="plot")
+    failures = (ShardError, RuntimeError)
+    return run_file(__file__, __doc__, add_flags, run, texts, check=check, failures=failures, extra="plot")
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/head_report.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="run directory, step directory, or export")
     add("--data", default=[], nargs="+", action="extend", metavar="NAME=FILES", help="domains: NAME=FILES or "
@@ -63,7 +61,9 @@ def parse_arguments(texts):
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="precision of the weights (default: "
         "%(default)s)")  # fmt: skip
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
-    arguments = parser.parse_args(texts)
+
+
+def check(arguments):
     problems = []
     if bool(arguments.data) == bool(arguments.suite):
         problems.append("give text with either --data or --suite")
@@ -72,7 +72,6 @@ def parse_arguments(texts):
     if arguments.l0 and arguments.ablation_tokens == 0:
         problems.append("--l0: trains on --ablation-tokens, which is 0; leave one flag out")
     raise_any(problems)
-    return arguments
 
 
 def run(arguments):

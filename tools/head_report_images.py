@@ -18,20 +18,17 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import device, output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish_own, refuse_foreign
 from moh_lm.units import at_least
 
 
 def main(texts):
-    failures = (ShardError, OSError)
-    return run_command("head_report_images", parse_arguments, run, texts, failures=failures, extra="plot")
+    return run_file(__file__, __doc__, add_flags, run, texts, failures=(ShardError,), extra="plot")
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/head_report_images.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
     add("--images", required=True, type=Path, metavar="DIR", help="held-out images in class folders, or latents")
@@ -43,7 +40,6 @@ def parse_arguments(texts):
     add("--output", type=output_path, default="heads", metavar="DIR", help="directory for both files (default: "
         "%(default)s)")  # fmt: skip
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
-    return parser.parse_args(texts)
 
 
 def run(arguments):
@@ -75,9 +71,9 @@ def run(arguments):
 
 
 def check(arguments, step, model, source, classes):
-    from tools.tasks.held_out import image_problems
+    from moh_lm.vision.loader import held_out_problems
 
-    problems, known = list(image_problems(step, model, source)), model.num_classes
+    problems, known = list(held_out_problems(step, model, source)), model.num_classes
     problems += [f"--classes {n}: must be below {known}, the classes of the model" for n in classes if n >= known]
     if arguments.number < len(classes):
         few = f"must be at least {len(classes)}, one image per class"

@@ -26,8 +26,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.checkpoint.manifest import describe
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag, raise_any
 from moh_lm.data.files import ShardError
 from moh_lm.flags import is_list, placeholder
@@ -37,11 +36,10 @@ from moh_lm.units import at_least, quantity
 def main(texts):
     left = "nothing is left"
     words = {"remark": f"; {left}", "interrupted": f"stopped; {left}"}
-    return run_command("import_hf", parse_arguments, run, texts, failures=(OSError, ShardError), code=2, **words)
+    return run_file(__file__, __doc__, add_flags, run, texts, failures=(ShardError,), code=2, **words)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("--model", required=True, type=model_path, metavar="HF_DIR", help="a Llama (or its GGUF file), a Mistral, an "
         "export of ours; or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
@@ -67,7 +65,6 @@ def parse_arguments(texts):
     add("--old-tokenizer", type=Path, metavar="MODEL", help="tokenizer that spells new tokens (default: the model's)")
     add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of new weights (default: %(default)s)")
     add("--dry-run", action="store_true", help="print what would be read and written, and exit")
-    return parser.parse_args(texts)
 
 
 def model_path(text):

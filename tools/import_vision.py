@@ -13,14 +13,12 @@ is there under the final name.
 
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least
 from moh_lm.vision.config import KINDS
@@ -31,11 +29,10 @@ MOST_PROBLEMS = 10
 def main(texts):
     left = "nothing is left"
     words = {"remark": f"; {left}", "interrupted": f"stopped; {left}"}
-    return run_command("import_vision", parse_arguments, run, texts, failures=(OSError,), code=2, **words)
+    return run_file(__file__, __doc__, add_flags, run, texts, code=2, **words)
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/import_vision.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="released weights")
     add("--kind", required=True, choices=("vit", "dit"), help="kind of model: MoH-ViT or TransNeXt, MoH-DiT or DiT")
@@ -46,7 +43,6 @@ def parse_arguments(texts):
         "present)")  # fmt: skip
     add("--image-size", type=at_least(32), metavar="N", help="for a vit: side in pixels of the images it will be "
         "trained on (default: 224)")  # fmt: skip
-    return parser.parse_args(texts)
 
 
 def run(arguments):
@@ -80,7 +76,7 @@ def run(arguments):
     with torch.device("meta"):
         wanted = dict(MODELS[arguments.kind][0](config.model).named_parameters())
     raise_any([f"{arguments.file}: {problem}" for problem in differences(wanted, tensors)])
-    parts = [Part(name, tuple(wanted[name].shape), partial(blocks, tensors[name]), key) for name in wanted]
+    parts = [Part(name, tuple(wanted[name].shape), lambda n=name: [tensors[n].float()], key) for name in wanted]
     facts = {"source": str(arguments.file), "preset": arguments.preset, "weights": key}
     total = sum(math.prod(part.shape) for part in parts)
     with tqdm(desc="importing", total=4 * total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
@@ -102,9 +98,6 @@ def differences(wanted, found):
         problems[MOST_PROBLEMS - 1 :] = [f"{more} more parameters differ; give the --preset of the file"]
     return problems
 
-
-def blocks(tensor):
-    yield tensor.float()
 
 
 if __name__ == "__main__":

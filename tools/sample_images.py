@@ -17,18 +17,16 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, output_path, run_command
-from moh_lm.cli.parser import Parser
+from moh_lm.cli.command import device, output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least
 
 
 def main(texts):
-    return run_command("sample_images", parse_arguments, run, texts, failures=(OSError,), code=2, extra="vision")
+    return run_file(__file__, __doc__, add_flags, run, texts, check=check, code=2, extra="vision")
 
 
-def parse_arguments(texts):
-    parser = Parser(prog="python tools/sample_images.py", description=__doc__.splitlines()[0])
+def add_flags(parser):
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
     add("--classes", type=at_least(0), nargs="+", metavar="N", help="classes to draw, in turn (default: all)")
@@ -46,7 +44,9 @@ def parse_arguments(texts):
     dtypes = ("float32", "bfloat16")
     add("--dtype", default="float32", choices=dtypes, help="precision of the model (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
-    arguments = parser.parse_args(texts)
+
+
+def check(arguments):
     files = {"--output": arguments.output, "--npz": arguments.npz}
     problems = [f"{flag} {path}: there is no directory {path.parent}; create it"
                 for flag, path in files.items() if path and not path.parent.is_dir()]  # fmt: skip
@@ -56,7 +56,6 @@ def parse_arguments(texts):
     if not any(files.values()):
         problems.append("give --output or --npz")
     raise_any(problems)
-    return arguments
 
 
 def run(arguments):
@@ -71,7 +70,7 @@ def run(arguments):
 
     step, device = find_step(arguments.model), usable_device(arguments.device)
     config, model = load_model(step, arguments.weights)
-    check(arguments, model)
+    check_model(arguments, model)
     vae = load_vae(arguments.vae, config.model.in_channels).to(device) if arguments.vae else None
     model.to(device, getattr(torch, arguments.dtype))
     classes = arguments.classes or range(config.model.num_classes)
@@ -91,7 +90,7 @@ def run(arguments):
         Image.fromarray(grid(torch.cat(images))).save(arguments.output)
 
 
-def check(arguments, model):
+def check_model(arguments, model):
     from moh_lm.vision.checks import guidance_problems
     from moh_lm.vision.dit import DiT
 

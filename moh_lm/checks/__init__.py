@@ -4,6 +4,8 @@ A check returns sentences. Each gives the flag, its value, what is allowed and t
 once.
 """
 
+import torch
+
 from moh_lm.checks import attention, layout, model, run
 from moh_lm.checks.plan import plan_warnings
 from moh_lm.data.mixture import data_problems
@@ -11,8 +13,12 @@ from moh_lm.data.mixture import data_problems
 __all__ = ["config_problems", "plan_warnings"]
 
 
-def config_problems(config, world_size):
-    """Return sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
+def config_problems(config, world_size, on_gpu=None):
+    """Return sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start.
+
+    on_gpu: whether they have GPUs; by default, whether this machine shows one.
+    """
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     return [
         *model.model_problems(config.model),
         *attention.table_problems(config),
@@ -24,12 +30,12 @@ def config_problems(config, world_size):
         *run.frozen_problems(config),
         *run.router_problems(config),
         *run.run_problems(config.run),
-        *run.backend_problems(config),
+        *run.backend_problems(config, on_gpu),
         *run.warmup_problems(config),
         *run.kernel_problems(config),
-        *run.graph_problems(config),
+        *run.graph_problems(config, on_gpu),
         *run.window_problems(config),
-        *run.compile_problems(config.run),
+        *run.compile_problems(config.run, on_gpu),
         *run.reliability_problems(config.reliability),
         *run.alarm_problems(config.alarms),
         *layout.layout_problems(config, world_size),

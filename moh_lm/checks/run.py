@@ -6,8 +6,6 @@ import os
 import shutil
 from contextlib import suppress
 
-import torch
-
 from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below, between
 from moh_lm.config import FUSED, OptimizerConfig, RunConfig, flag
@@ -171,13 +169,13 @@ def kernel_problems(config):
     return fused_router_problems(config.model.heads) if config.run.fused_router else []
 
 
-def graph_problems(config):
+def graph_problems(config, on_gpu):
     """Name what a micro-batch that is captured in a CUDA graph rules out."""
     if not config.run.cuda_graph:
         return []
     given, parallel = "--cuda-graph", config.parallel
     found = []
-    if not torch.cuda.is_available():
+    if not on_gpu:
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; leave it out")
     if parallel.pipeline_parallel_size > 1:
         stages = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
@@ -203,7 +201,7 @@ def fused_router_problems(heads):
             for name, value in refused.items() if value]  # fmt: skip
 
 
-def backend_problems(config):
+def backend_problems(config, on_gpu):
     """Check that a backend requested by name can compute this model on this machine."""
     backend, head_dim = config.run.attention_backend, config.model.query_dim
     if backend in ("auto", "dense") or length_problems(config.model):
@@ -216,9 +214,9 @@ def backend_problems(config):
         found.append(f"--compile: does not support {given}, whose shapes vary; choose auto")
     if "cope" in config.model.position:
         found.append(f"{given}: --position cope needs all scores; choose dense, or auto, which is dense in its layers")
-    if backend == "cpu_sparse" and torch.cuda.is_available():
+    if backend == "cpu_sparse" and on_gpu:
         found.append(f"{given}: is for machines without a GPU; choose auto")
-    if backend == "triton" and not torch.cuda.is_available():
+    if backend == "triton" and not on_gpu:
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
     limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
@@ -279,11 +277,11 @@ def window_problems(config):
     return found
 
 
-def compile_problems(run):
+def compile_problems(run, on_gpu):
     """Check what torch.compile needs."""
     if not run.compile:
         return []
-    if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
+    if on_gpu or shutil.which(os.environ.get("CXX", "g++")):
         return []
     return ["--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out"]
 

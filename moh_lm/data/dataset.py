@@ -1,7 +1,9 @@
 """The data of a run: the sources of a data directory, their mixture, and what the run has read before."""
 
 import difflib
-from pathlib import Path
+import gc
+from contextlib import contextmanager
+from os.path import basename
 
 import numpy as np
 
@@ -12,6 +14,16 @@ from moh_lm.data.segments import PACKING, changes, next_segments, tokens_read, w
 from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_files
 from moh_lm.data.source import Source
 from moh_lm.data.training_data import TrainingData
+
+
+@contextmanager
+def without_collection():
+    """Pause the garbage collector: thousands of new shards make it look through all objects of torch in vain."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Dataset(TrainingData):
@@ -42,6 +54,7 @@ class Dataset(TrainingData):
             self.packer = Packer(mixture, [source.training for source in self.sources])
 
     @classmethod
+    @without_collection()
     def open(
         cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decay_begins: int | None = None,
         validates: bool = True,
@@ -179,7 +192,7 @@ class Dataset(TrainingData):
         if newest is not self.mixture:
             segments = next_segments(segments, self.fingerprint(newest), newest.first_sample)
         units = {
-            source.name: {Path(shard.prefix).name: shard.content[:16] for shard in source.shards}
+            source.name: {basename(shard.prefix): shard.content[:16] for shard in source.shards}
             for source in self.sources
         }
         return {"segments": segments, "units": units}

@@ -4,8 +4,7 @@ A sidecar describes a file by its size, its SHA-256, and the CRC-32 of every blo
 each. A reader of a range reads the whole blocks around it and compares their sums. A byte that changed on the disk is
 therefore found before it is used, and the error names its file and block.
 
-Sidecars and manifests are sealed: their last entry, ``sha256``, is the hash of the file without it. Version 2 has no
-seal.
+Sidecars and manifests are sealed: their last entry, ``sha256``, is the hash of the file without it.
 """
 
 import hashlib
@@ -22,10 +21,10 @@ from moh_lm.config import ConfigError
 from moh_lm.parsing import open_at_once, parse_json, read_json
 
 VERSION = 3  # of the sidecar and of the manifest
-UNSEALED = 2  # the previous version, which is still read
 REMEDY = "restore it, or run data_prep/tokenize.py again"
 BLOCK = 1 << 16  # bytes under one CRC-32
 WRITTEN = ".written_here.json"  # {name: hashes of what ``publish_own`` last wrote there}
+END = b"\n}\n"  # of ``json_bytes``, before which the seal is inserted
 CHUNK = 1 << 20  # bytes that a pass over a whole file handles at a time
 
 
@@ -33,9 +32,9 @@ class ShardError(Exception):
     """A shard or data directory that is damaged, unfinished or contradicts itself; the message names the file."""
 
 
-def refuse_folder(error):
-    """Raise ConfigError; for ``onerror`` of os.walk, which would silently skip what it cannot read."""
-    reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
+def refuse_unreadable(error):
+    """Raise ConfigError for an OSError; also for ``onerror`` of os.walk, which would skip folders silently."""
+    reason = f"cannot be read ({error.strerror.lower()}); make it readable, or move it away"
     raise ConfigError([f"{error.filename}: {reason}"]) from error
 
 
@@ -129,7 +128,7 @@ def json_bytes(value) -> bytes:
 
 def seal(text: bytes) -> bytes:
     """Return the ``json_bytes`` of an object with their hash added as the last entry."""
-    return text.removesuffix(b"\n}\n") + seal_line(hashlib.sha256(text).hexdigest())
+    return text.removesuffix(END) + seal_line(hashlib.sha256(text).hexdigest())
 
 
 def seal_line(digest: str) -> bytes:
@@ -154,11 +153,12 @@ def read_facts(path: Path) -> dict:
         value = parse_json(data)
     except ValueError as error:
         raise ShardError(f"{path}: not JSON ({error}); {REMEDY}") from error
-    if not isinstance(value, dict) or value.get("version") not in (VERSION, UNSEALED):
+    if not isinstance(value, dict) or value.get("version") != VERSION:
         raise ShardError(f"{path}: not a file of this format, version {VERSION}; run data_prep/tokenize.py again")
-    digest = value.pop("sha256", None)
-    unsealed = digest is None and value["version"] == UNSEALED
-    if not unsealed and data != seal(data.removesuffix(seal_line(digest)) + b"\n}\n"):
+    last = seal_line(value.pop("sha256", None))
+    found = hashlib.sha256(memoryview(data)[: -len(last)])  # a copy would take longer than the hash
+    found.update(END)
+    if not data.endswith(last) or last != seal_line(found.hexdigest()):
         raise ShardError(f"{path}: is damaged: it differs from its own hash; {REMEDY}")
     return value
 

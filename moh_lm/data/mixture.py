@@ -16,6 +16,7 @@ windows that the run had consumed from it.
 """
 
 import copy
+import functools
 import hashlib
 import heapq
 import math
@@ -55,7 +56,7 @@ class Mixture:
         self.num_tokens = [num_tokens[name] for name in self.names]
         # One window fewer than fits leaves room for every phase: the same number in every epoch, found by a division.
         self.windows = np.array([max(1, tokens // seq_length - 1) for tokens in self.num_tokens])
-        slot_source, self.slot_ordinal = period_table(integers.tolist())
+        slot_source, self.slot_ordinal = period_table(tuple(integers.tolist()))
         self.slot_source = places[slot_source].astype(np.int32)
         self.first_sample, self.consumed = 0, np.zeros_like(self.weights)
 
@@ -105,7 +106,7 @@ class Mixture:
 def sample_counts(weights: list[int], num_samples: int) -> np.ndarray:
     """Return how many of the first ``num_samples`` samples come from each source with ``weights``, int64 [sources]."""
     blocks, rest = divmod(num_samples, sum(weights))
-    source, _ = period_table(weights)
+    source, _ = period_table(tuple(weights))
     return blocks * np.array(weights) + np.bincount(source[:rest], minlength=len(weights))
 
 
@@ -138,7 +139,8 @@ def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
     return np.array(integers, dtype=np.int64), note
 
 
-def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=4)  # the largest takes seconds, and a resume asks for the same again
+def period_table(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the source of each of the P = sum(``weights``) samples of a period, and its ordinal: int32 [P] each.
 
     Tijdeman's rule: sample c of source s (c = 0, 1, ...) may be taken at slot t (t = 0, 1, ...) once the deficit of its
@@ -168,7 +170,10 @@ def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
             released = next(waiting, None)
         taken.append(heapq.heappop(allowed))
     samples = by_deadline[np.frombuffer(taken, dtype=np.int32)]
-    return source[samples], count[samples]
+    tables = source[samples], count[samples]
+    for table in tables:
+        table.flags.writeable = False  # since callers share them
+    return tables
 
 
 def pairs(*arrays):

@@ -16,7 +16,8 @@ import hashlib
 import os
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
@@ -29,11 +30,12 @@ from moh_lm.data.hugging_face_model import DOCUMENT_END
 from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard
 
-UNIT = {
-    "dtype": str, "sequences": int, "documents": int, "tokens": int, "largest_id": int, "text_bytes": (int, NoneType),
-    "content": str, "bytes": dict, "cuts": list,
+UNIT = {  # the types of the values of an entry in the manifest
+    "dtype": {str}, "sequences": {int}, "documents": {int}, "tokens": {int}, "largest_id": {int},
+    "text_bytes": {int, NoneType}, "content": {str}, "bytes": {dict}, "cuts": {list},
 }  # fmt: skip
-NAMES = {np.dtype(code).name for code in DTYPES.values()}
+SUFFIXES = (".bin", ".idx", ".json")
+NUMPY_TYPES = {np.dtype(code).name: np.dtype(code) for code in DTYPES.values()}
 # A tokenizer is the first of these (SentencePiece's, LLaMA-3's), or the others (Hugging Face's; the last is optional).
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
@@ -161,7 +163,7 @@ def unit_entry(shard: Shard) -> dict:
         "largest_id": shard.largest_id,
         "text_bytes": shard.sidecar.get("text_bytes"),
         "content": shard.content,
-        "bytes": {suffix: os.stat(f"{shard.prefix}{suffix}").st_size for suffix in (".bin", ".idx", ".json")},
+        "bytes": {suffix: os.stat(f"{shard.prefix}{suffix}").st_size for suffix in SUFFIXES},
         "cuts": cuts,
     }
 
@@ -173,12 +175,8 @@ def read_manifest(data_dir: str | Path) -> dict:
     files.check_facts(path, manifest, {"tokenizer": dict, "sources": dict, "cut_fractions": list})
     for name, source in manifest["sources"].items():
         files.check_facts(path, source, {"tokens": int, "documents": int, "units": dict}, f"{name} ")
-        for unit, entry in source["units"].items():
-            files.check_facts(path, entry, UNIT, f"{name}/{unit} ")
-            files.check_facts(path, entry["bytes"], dict.fromkeys((".bin", ".idx", ".json"), int), f"{name}/{unit} ")
-            cuts = [cut for cut in entry["cuts"] if isinstance(cut, int)]
-            if entry["dtype"] not in NAMES or len(cuts) != len(manifest["cut_fractions"]):
-                raise ShardError(f"{path}: is damaged: {name}/{unit} has a wrong dtype or wrong cuts; {files.REMEDY}")
+        if wrong := wrong_value(list(source["units"].values()), len(manifest["cut_fractions"])):
+            raise ShardError(f"{path}: is damaged: a shard of {name} has a wrong {wrong}; {files.REMEDY}")
     if manifest["sources"]:
         files.check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
         for tokenizer in tokenizer_files(data_dir)[:1]:
@@ -186,6 +184,23 @@ def read_manifest(data_dir: str | Path) -> dict:
             if tokenizer.name != TOKENIZER_FILES[0]:
                 check_end(tokenizer, manifest["tokenizer"].get("eos_id"))
     return manifest
+
+
+def wrong_value(entries: list, num_cuts: int) -> str | None:
+    """Return what is missing, or of a wrong type, in any of the ``entries`` of a manifest. There can be thousands, so
+    each kind of value is checked for all of them at once."""
+    try:
+        columns = {key: list(map(itemgetter(key), entries)) for key in UNIT}
+        columns |= {suffix: list(map(itemgetter(suffix), columns["bytes"])) for suffix in SUFFIXES}
+    except (LookupError, TypeError):
+        return "entry"
+    types = UNIT | dict.fromkeys(SUFFIXES, {int})
+    wrong = [key for key, values in columns.items() if not set(map(type, values)) <= types[key]]
+    if wrong or not set(columns["dtype"]) <= NUMPY_TYPES.keys():
+        return wrong[0] if wrong else "dtype"
+    cuts = columns["cuts"]
+    sound = set(map(len, cuts)) <= {num_cuts} and set(map(type, chain.from_iterable(cuts))) <= {int}
+    return None if sound else "cuts"
 
 
 def check_end(path: Path, recorded: int | None):
@@ -229,24 +244,24 @@ def open_source(data_dir: str | Path, name: str, manifest: dict, fraction: float
     """
     units, directory = manifest["sources"][name]["units"], os.path.join(data_dir, name)
     sizes = file_sizes(directory)
-    known = manifest["cut_fractions"].index(fraction) if fraction in manifest["cut_fractions"] else None
-    shards, cuts = [], []
-    for unit, entry in units.items():
-        for suffix, expected in entry["bytes"].items():
-            size = sizes.get(unit + suffix)
-            if size != expected:
-                raise ShardError(wrong_size(os.path.join(directory, unit + suffix), size, expected))
-        facts = [entry[key] for key in ("sequences", "documents", "tokens", "largest_id", "content")]
-        shards.append(Shard(os.path.join(directory, unit), np.dtype(entry["dtype"]), *facts))
-        if not fraction:
-            cuts.append(entry["tokens"])
-        elif known is not None:
-            cuts.append(entry["cuts"][known])
-        else:
-            with files.opened(os.path.join(directory, f"{unit}.idx")) as file:
-                cuts.append(DocumentStarts(file, shards[-1].counts(), None).cut(fraction))
-    finished = {file[: -len(".json")] for file in sizes if file.endswith(".json")}
-    return OpenedSource(shards, cuts, sorted(finished - units.keys()))
+    recorded = {unit + suffix: size for unit, entry in units.items() for suffix, size in entry["bytes"].items()}
+    if not recorded.items() <= sizes.items():
+        file = next(file for file in recorded if sizes.get(file) != recorded[file])
+        raise ShardError(wrong_size(os.path.join(directory, file), sizes.get(file), recorded[file]))
+    facts = itemgetter("sequences", "documents", "tokens", "largest_id", "content")
+    shards = [Shard(f"{directory}/{unit}", NUMPY_TYPES[entry["dtype"]], *facts(entry)) for unit, entry in units.items()]
+    if not fraction:
+        cuts = [shard.num_tokens for shard in shards]
+    elif fraction in manifest["cut_fractions"]:
+        known = manifest["cut_fractions"].index(fraction)
+        cuts = [entry["cuts"][known] for entry in units.values()]
+    else:
+        cuts = []
+        for shard in shards:
+            with files.opened(f"{shard.prefix}.idx") as file:
+                cuts.append(DocumentStarts(file, shard.counts(), None).cut(fraction))
+    finished = {file[: -len(".json")] for file in sizes.keys() - recorded.keys() if file.endswith(".json")}
+    return OpenedSource(shards, cuts, sorted(finished))
 
 
 def file_sizes(directory) -> dict[str, int]:

@@ -22,7 +22,7 @@ class Stream:
     """Parts of shards joined end to end and addressed by token position. ``parts`` are (shard, first token, end)."""
 
     def __init__(self, parts: Iterable[tuple[Shard, int, int]]):
-        self.parts = [(shard, first, end) for shard, first, end in parts if end > first]
+        self.parts = [part for part in parts if part[1] < part[2]]
         self.ends = np.cumsum([end - first for _, first, end in self.parts], dtype=np.int64)
         self.num_tokens = int(self.ends[-1]) if self.parts else 0
 

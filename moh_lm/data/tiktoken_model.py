@@ -11,8 +11,8 @@ after these, so the special ids are the first gap in the ranks. A special token 
 text.
 """
 
-import base64
 import re
+from binascii import a2b_base64
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            ranks[a2b_base64(token, strict_mode=True)] = int(rank)
         except ValueError as error:
             raise ConfigError([f"--tokenizer {path}: line {number} is not a token in base64 and its rank"]) from error
     ids = set(ranks.values())

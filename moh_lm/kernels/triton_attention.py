@@ -41,6 +41,7 @@ HOPPER = {
         32: Tiles(64, 64, 4, 2),
         48: Tiles(32, 64, 4, 2),
         64: Tiles(32, 64, 4, 3),
+        80: Tiles(32, 64, 4, 2),
         96: Tiles(64, 64, 4, 2),
         128: Tiles(32, 64, 4, 3),
     },
@@ -50,6 +51,7 @@ AMPERE = {
     "query": {128: Tiles(64, 64, 8, 2)},
     "key": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2)},
 }
+BLACKWELL = HOPPER | {"key": AMPERE["key"]}
 FP32 = dict.fromkeys(("forward", "query", "key"), {128: Tiles(32, 32, 4, 1)})
 
 
@@ -59,7 +61,7 @@ def tiles(kernel, dtype, head_dim, capability):
     if capability is None:
         table = HOPPER
     else:
-        table = FP32 if dtype.itemsize >= 4 else HOPPER if capability[0] in (9, 10) else AMPERE
+        table = FP32 if dtype.itemsize >= 4 else {9: HOPPER, 10: BLACKWELL}.get(capability[0], AMPERE)
     return up_to(head_dim, table[kernel])
 
 

@@ -49,16 +49,14 @@ class Rows:
 
 
 def complete_rows(path):
-    """Return [(line, object)] of a file of ``Rows`` with steps, empty if it is missing. Lines cut off by a crash are
-    left out."""
-    found, lines = [], []
+    """Yield (line, object) of a file of ``Rows`` with steps, none if it is missing. Lines cut off by a crash are left
+    out."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, "rb", opener=open_at_once) as file:
-        lines = file.read().decode(errors="replace").splitlines()
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            row = parse_json(line)
-            found += [(line, row)] if isinstance(row["step"], int) else []
-    return found
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                row = parse_json(text := line.decode(errors="replace").strip())
+                if isinstance(row["step"], int):
+                    yield text, row
 
 
 class EventLog:
@@ -79,4 +77,5 @@ class EventLog:
 
     def last(self, event):
         """Return the last ``event`` in the file, or None."""
-        return next((row for _, row in reversed(complete_rows(self.rows.path)) if row.get("event") == event), None)
+        found = [row for _, row in complete_rows(self.rows.path) if row.get("event") == event]
+        return found[-1] if found else None

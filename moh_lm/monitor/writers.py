@@ -10,9 +10,12 @@ import importlib
 import json
 import secrets
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
 from moh_lm.parsing import read_json
@@ -25,11 +28,14 @@ class Writers:
     """
 
     def __init__(self, directory, first_step, project="", settings=None):
-        purge_step = first_step + 1 if first_step else 0
-        self.tensorboard = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
-        self.wandb = None
+        self.tensorboard = self.wandb = None
+        threading.excepthook = report_thread
+        with self.optional("tensorboard", OSError):
+            purge_step = first_step + 1 if first_step else 0
+            self.tensorboard = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
         if project:
-            self.guarded(self.start_wandb, Path(directory), first_step, project, settings)
+            with self.optional("wandb"):
+                self.start_wandb(Path(directory), first_step, project, settings)
 
     def start_wandb(self, directory, first_step, project, settings):
         path = directory / "wandb.json"
@@ -45,8 +51,7 @@ class Writers:
         """values: {tag: number}."""
         for tag, value in values.items():
             self.draw("add_scalar", tag, value, step)
-        if self.wandb is not None:
-            self.guarded(self.wandb.log, values, step=step)
+        self.tell_wandb("log", values, step=step)
 
     def picture(self, tag, picture, step):
         """picture: uint8 [height, width, 3]."""
@@ -54,28 +59,36 @@ class Writers:
 
     def alarm(self, text, step):
         self.draw("add_text", "alarms", text, step)
-        if self.wandb is not None:
-            self.guarded(self.wandb.alert, title="alarm", text=text)
+        self.tell_wandb("alert", title="alarm", text=text)
 
     def draw(self, method, *arguments, **more):
-        try:
+        with self.optional("tensorboard", OSError):
             if self.tensorboard is not None:
                 getattr(self.tensorboard, method)(*arguments, **more)
-        except OSError as error:  # from TensorBoard's thread, which it has ended
-            print(f"tensorboard: {error.strerror}; it gets no more until the run is restarted", file=sys.stderr)
-            self.tensorboard = None
 
-    def guarded(self, function, *arguments, **more):
+    def tell_wandb(self, method, *arguments, **more):
+        with self.optional("wandb"):
+            if self.wandb is not None:
+                getattr(self.wandb, method)(*arguments, **more)
+
+    @contextmanager
+    def optional(self, name, failure=Exception):  # a network may fail in any way
         try:
-            function(*arguments, **more)
-        except Exception as error:  # a network may fail in any way
-            print(f"wandb: {error}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
-            self.wandb = None
+            yield
+        except failure as error:
+            reason = getattr(error, "strerror", None) or error
+            print(f"{name}: {reason}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
+            setattr(self, name, None)
 
     def close(self):
         self.draw("close")
-        if self.wandb is not None:
-            self.guarded(self.wandb.finish)
+        self.tell_wandb("finish")
+
+
+def report_thread(failed):
+    """Print what ended a thread, except that of TensorBoard, whose error the next call raises again."""
+    if not isinstance(failed.thread, _AsyncWriterThread):
+        threading.__excepthook__(failed)
 
 
 def first_drawn(directory):

@@ -26,7 +26,7 @@ def triton_differentiate(z, labels, partition, group, z_loss, count):
     """Compute the same as ``torch_differentiate``."""
     wide = torch.promote_types(z.dtype, torch.float32)
     tokens, width = z.shape
-    first = partition.ranges[0][0]
+    labels, first = labels.contiguous(), partition.ranges[0][0]
     settings = dict(WIDE=tl.float64 if wide == torch.float64 else tl.float32, COLUMNS=COLUMNS, **OPTIONS)
     stats = torch.empty((3, tokens), dtype=wide, device=z.device)
     stats_kernel[(tokens,)](z, labels, stats, z.stride(0), width, first, partition.padding, tokens, **settings)
@@ -56,7 +56,7 @@ def compare_with_torch(tokens, dtype, device, partition, group, z_loss):
     if partition.padding:
         logits[:, -partition.padding :] = -torch.inf
     labels = torch.arange(tokens, device=device) * 7919 % partition.size
-    labels[::13] = IGNORED
+    labels[12::13] = IGNORED
     kept = logits.clone()
     exact, _ = torch_differentiate(logits, labels, partition, group, z_loss, tokens)
     losses, _ = triton_differentiate(kept, labels, partition, group, z_loss, tokens)

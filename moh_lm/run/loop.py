@@ -133,11 +133,12 @@ class Run:
         rate, result = self.train()
         self.profile.end(self.state.step)
         step, last = self.state.step, self.complete()
+        self.stopping, writing = result.flags
         if due(step, run.log_interval) or last:
             self.write_log(rate, result)
         if due(step, run.eval_interval) or last:
             self.evaluate()
-        self.stopping, writing = set_on_any_rank([self.stop.due(), self.saver.writing()], self.device)
+            self.stopping, writing = set_on_any_rank(self.flags(), self.device)  # much may have happened meanwhile
         started = time.perf_counter()
         if due(step, self.config.reliability.save_interval) or last or self.stopping:
             tokenizer = self.state.dataset.tokenizer_path
@@ -148,6 +149,10 @@ class Run:
         self.accumulator.seconds["save"] += time.perf_counter() - started
         if self.log:
             self.log.progress(step)
+
+    def flags(self):
+        """Return whether this rank was asked to stop, and whether it is still writing a checkpoint."""
+        return self.stop.due(), self.saver.writing()
 
     def train(self):
         """Train one iteration and return (learning rate, ``StepResult``). Raises BadNumbers, with the last checkpoint's
@@ -169,7 +174,7 @@ class Run:
         bad_sources = []
         try:
             check_replicas = due(state.step, config.reliability.replica_check_interval)
-            result = self.engine.train_step(batches, rate, check_replicas=check_replicas)
+            result = self.engine.train_step(batches, rate, check_replicas=check_replicas, flags=self.flags)
             if result.code:
                 bad_sources = report(self.engine, self.loader, batches, self.event_log, state.step, result)
             self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)

@@ -6,6 +6,7 @@ import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 
+import torch
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
@@ -45,7 +46,8 @@ def run_task(given, task):
         config, dry_run = config_of(given), given.dry_run
         refused = contradictions(config, dry_run)
         checked = with_model_of_run(config) if refused else config
-        problems = task.problems(checked, world_size) + refused
+        on_gpu = bool(given.device_name) or torch.cuda.is_available()
+        problems = task.problems(checked, world_size, on_gpu) + refused
         config, dataset = task.open_data(checked, problems, dry_run)
         if rank == 0 or not dry_run:  # not on several ranks, which would remove what others have just made
             make_run_directory(config.run.checkpoint_dir, keep=not dry_run)

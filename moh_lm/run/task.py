@@ -18,7 +18,7 @@ class Task:
     """What a run needs to know about its task. Lines and sentences are shown to the user.
 
     config_type        class of its configuration
-    problems           (config, world_size) -> sentences for what is wrong with it
+    problems           (config, world_size, whether on GPUs) -> sentences for what is wrong with it
     open_data          (config, problems, dry_run) -> the configuration, whose budget is now in iterations, and its
                        ``TrainingData``, None in a dry run without data; raises ConfigError with ``problems`` and more
     describe           (config, data, world_size, device) -> lines that say what the run is; device: ``Device`` of

@@ -12,12 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+from moh_lm.cli.command import import_problems
+
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")  # read beside RANK
 OF_OTHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # read where it is not set
 
 
 def environment_problems():
-    """Sentences for variables of launchers that are not the numbers they should be."""
+    """Sentences for variables with which no run can start: those of launchers must be numbers in range."""
     names = OF_RANKS if "RANK" in os.environ else OF_OTHERS
     found = {name: os.environ[name] for name in names if name in os.environ}
     remedy = "unset it, or start the ranks with torchrun or deepspeed"
@@ -25,7 +27,8 @@ def environment_problems():
     odd = [name for name, text in found.items() if not re.fullmatch(r"\d+", text) or int(text) > most.get(name, 2**31)]
     if not odd and {"RANK", "WORLD_SIZE"} <= found.keys() and int(found["RANK"]) >= int(found["WORLD_SIZE"]):
         return [f"RANK is {found['RANK']} in the environment: must be below WORLD_SIZE {found['WORLD_SIZE']}; {remedy}"]
-    return [f"{name} is {found[name]!r} in the environment: must be a whole number in range; {remedy}" for name in odd]
+    wrong = [f"{name} is {found[name]!r} in the environment: must be a whole number in range; {remedy}" for name in odd]
+    return wrong + import_problems()
 
 
 def report_errors(problems, speaker=0, program="moh_lm.pretrain"):

@@ -39,7 +39,7 @@ class StepResult(NamedTuple):
     of (4 + E)], the rows of every router summed over sequences. loss: mean per token. grad_norm: norm before clipping.
     code: one of guard.REASONS. skipped: whether the gradients were not applied. seconds: {"forward_backward",
     "optimizer"} on the host, which waits for the device between the two. The first includes the reduction of the
-    gradients, their norm, and the rest of the previous step on the device.
+    gradients, their norm, and the rest of the previous step on the device. flags: see ``GradientStats``.
     """
 
     losses: torch.Tensor
@@ -49,6 +49,7 @@ class StepResult(NamedTuple):
     code: int
     skipped: bool
     seconds: dict
+    flags: list
 
 
 class Engine:
@@ -145,17 +146,17 @@ class Engine:
         together. Raises RuntimeError if a kernel differs or cannot run."""
         return []
 
-    def train_step(self, micro_batches, learning_rate, check_replicas=False):
+    def train_step(self, micro_batches, learning_rate, check_replicas=False, flags=tuple):
         """Run this rank's micro-batches forward and backward and take one optimizer step. Returns a ``StepResult``.
 
-        check_replicas: compare the weights that several ranks hold. Raises BadNumbers.
+        check_replicas: compare the weights that several ranks hold. flags: see ``StepCheck``. Raises BadNumbers.
         """
         started = time.perf_counter()
         scale = self.config.optimizer.router_learning_rate_scale
         self.optimizer.set_learning_rates(learning_rate, 0.0 if self.dense_warmup else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
-        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight, compare)
+        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight, compare, flags)
         self.step(self.own_part(micro_batches))
         stats = self.step_check.result()
         skipped = self.guard.skips(stats.code)
@@ -171,7 +172,9 @@ class Engine:
         routers = self.router_sums.take(sources, self.tokens, frozen=skipped or self.dense_warmup)
         self.after_step(skipped)
         seconds = {"forward_backward": stats.time - started, "optimizer": time.perf_counter() - stats.time}
-        return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
+        return StepResult(
+            self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds, stats.flags
+        )
 
     def refuse_lasting_faults(self, code):
         """Raise BadNumbers if a step was skipped with this ``code`` because the masters themselves are at fault."""

@@ -24,7 +24,8 @@ class GradientStats(NamedTuple):
     """The findings of a step, equal on every rank except for ``differences`` and ``time``.
 
     mean: loss per token. grad_norm: norm before clipping. code: one of guard.REASONS. differences: sentences for
-    weights that this rank found to differ. time: time.perf_counter() when the gradients were complete.
+    weights that this rank found to differ. time: time.perf_counter() when the gradients were complete. flags: for each
+    of the flags of ``StepCheck``, whether any rank had set it.
     """
 
     mean: float
@@ -32,6 +33,7 @@ class GradientStats(NamedTuple):
     code: int
     differences: list[str]
     time: float
+    flags: list[bool]
 
 
 class StepCheck:
@@ -39,14 +41,15 @@ class StepCheck:
 
     sums: ``StepSums`` of the step. guard: ``Guard`` of the run. largest_weight: returns the largest magnitude, [], of
     this rank's master and frozen weights. compare_replicas: returns sentences for weights that differ between ranks;
-    None to skip this.
+    None to skip this. flags: returns bools that the ranks exchange with the norm.
     """
 
-    def __init__(self, sums, guard, largest_weight, compare_replicas=None):
+    def __init__(self, sums, guard, largest_weight, compare_replicas=None, flags=tuple):
         self.sums = sums
         self.guard = guard
         self.largest_weight = largest_weight
         self.compare_replicas = compare_replicas
+        self.flags = flags
         self.gradient_not_finite = MicroBatchParts()  # bool [b] for each micro-batch
         self.stats = None
 
@@ -56,7 +59,8 @@ class StepCheck:
         output.register_hook(lambda grad: self.gradient_not_finite.add(~grad.sum((0, 2)).isfinite()))
 
     def examine(self, norm, copies):
-        """Return the gradient norm of the step, or infinity if the step is to be skipped.
+        """Return the gradient norm of the step, or infinity if the step is to be skipped: on the host, where DeepSpeed
+        reads it without waiting for the device again.
 
         norm: [], the norm of this step. copies: gradients that are not part of the norm, or their norms; see
         moh_lm.training.deepspeed.norms.
@@ -66,21 +70,22 @@ class StepCheck:
         sums = self.sums.reduce().sum(0)
         norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in copies]
         of_rank = [sums[0], norm, torch.stack(norms).max() if norms else norm, self.largest_weight()]
+        of_rank += [sums.new_full((), flag) for flag in self.flags()]
         of_rank = torch.stack([number.to(sums) for number in of_rank])
         largest = of_rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)  # so that a maximum is reliable
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         numbers = torch.cat((sums[:2], of_rank[1:2], largest)).tolist()  # the one wait for the device in a step
-        total, tokens, grad_norm, *largest, weight = numbers
+        total, tokens, grad_norm, loss, *largest, weight = numbers[:7]
         now, tokens = time.perf_counter(), max(tokens, 1)  # documents with a single token have no label
-        code = max(self.guard.classify(largest[0] / tokens, value) for value in largest[1:])
+        code = max(self.guard.classify(loss / tokens, value) for value in largest)
         code = code if self.guard.is_finite_and_bounded(weight) else max(code, OUT_OF_RANGE)
         differences = []
         if self.compare_replicas:
             differences = self.compare_replicas()
             (differ,) = set_on_any_rank([bool(differences)], sums.device)
             code = max(code, DIVERGENCE) if differ else code
-        self.stats = GradientStats(total / tokens, grad_norm, code, differences, now)
-        return torch.full_like(norm, torch.inf) if self.guard.skips(self.stats.code) else norm
+        self.stats = GradientStats(total / tokens, grad_norm, code, differences, now, list(map(bool, numbers[7:])))
+        return torch.tensor(torch.inf if self.guard.skips(code) else grad_norm, dtype=norm.dtype)
 
     def result(self):
         """Return the ``GradientStats`` of the step. Raises NotExamined."""

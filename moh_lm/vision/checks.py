@@ -10,9 +10,9 @@ from moh_lm.units import words
 from moh_lm.vision.augment import STRONGEST
 
 
-def classifier_problems(config, world_size):
+def classifier_problems(config, world_size, on_gpu):
     """Return sentences for what is wrong with a ``ViTTraining`` on ``world_size`` processes."""
-    found = image_problems(config, vit_problems(config.model), world_size)
+    found = image_problems(config, vit_problems(config.model), world_size, on_gpu)
     data = config.data
     if config.run.micro_batch_size == 1 and (data.mixup > 0 or data.cutmix > 0):
         advice = "choose 2 or more, or --mixup 0 --cutmix 0"
@@ -20,17 +20,17 @@ def classifier_problems(config, world_size):
     return found
 
 
-def diffusion_problems(config, world_size):
+def diffusion_problems(config, world_size, on_gpu):
     """Return sentences for what is wrong with a ``DiTTraining`` on ``world_size`` processes."""
     model, run = config.model, config.run
-    found = image_problems(config, dit_problems(model), world_size)
+    found = image_problems(config, dit_problems(model), world_size, on_gpu)
     if run.samples and run.sampling_steps > model.diffusion_steps:
         given = f"--sampling-steps {run.sampling_steps}"
         found.append(f"{given}: the model has {model.diffusion_steps} --diffusion-steps; give at most as many")
     return found + list(guidance_problems(model, run.cfg_scale) if run.samples else ())
 
 
-def image_problems(config, of_sizes, world_size):
+def image_problems(config, of_sizes, world_size, on_gpu):
     """Return the problems that both kinds can have. of_sizes: problems of the model's sizes; heads are only checked
     without any."""
     model, run = config.model, config.run
@@ -42,7 +42,7 @@ def image_problems(config, of_sizes, world_size):
     found += of_sizes
     found = found or head_problems(model)
     found += checks.optimizer_problems(config.optimizer) + checks.frozen_problems(config)
-    found += checks.schedule_problems(config) + checks.compile_problems(run)
+    found += checks.schedule_problems(config) + checks.compile_problems(run, on_gpu)
     found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
     found += data_problems(config.data) + run_problems(run) + batch_problems(run, world_size)
     if config.optimizer.train_only != "all" and run.ema_decay:

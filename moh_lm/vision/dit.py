@@ -15,7 +15,6 @@ dimension.
 import functools
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -25,10 +24,19 @@ from moh_lm.model.block import RoutedBlock
 from moh_lm.model.router import AllHeads, HeadRouter
 from moh_lm.model.transformer import WholeModel, loss_terms
 from moh_lm.vision.diffusion import Diffusion, image_noise
-from moh_lm.vision.parameters import describe, described, linear
+from moh_lm.vision.layers import (
+    FREQUENCIES,
+    INIT_STD,
+    describe,
+    described,
+    linear,
+    modulated,
+    modulation,
+    position_table,
+    step_features,
+)
 
-INIT_STD = 0.02  # of tables and of the step's MLP
-FREQUENCIES = 128  # frequencies of a step, half of its features
+positions = functools.lru_cache(maxsize=8)(position_table)
 
 
 class DiT(WholeModel):
@@ -62,7 +70,7 @@ class DiT(WholeModel):
         d, p = self.config.hidden_size, self.config.patch_size
         patches = self.x_embedder.proj(x.to(self.x_embedder.proj.weight.dtype))  # [b, d, H/p, W/p]
         side, dtype = patches.shape[-1], patches.dtype
-        x = patches.flatten(2).permute(2, 0, 1) + position_table(side, d, dtype, x.device)  # [s, b, d]
+        x = patches.flatten(2).permute(2, 0, 1) + positions(side, d, dtype, x.device)  # [s, b, d]
         c = self.t_embedder.mlp(step_features(t).to(dtype)) + self.y_embedder.embedding_table(y)
         for block in self.blocks:
             x = block(x, c)
@@ -133,34 +141,3 @@ def xavier(inputs, outputs):
 
 def xavier_linear(inputs, outputs):
     return linear(inputs, outputs, bound=xavier(inputs, outputs))
-
-
-def modulation(d, parts):
-    """Return a layer from c [b, d] to [b, parts d] that starts at 0."""
-    return nn.Sequential(nn.SiLU(), linear(d, parts * d))
-
-
-def modulated(x, shift, scale):
-    """Normalise x [s, b, d] without weights, then scale and shift it by [b, d]."""
-    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
-
-
-def angles(numbers, count):
-    """Multiply numbers [n] by frequencies from 1 down to almost 1/10000: float64 [n, count]."""
-    frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64, device=numbers.device) / count)
-    return numbers.double()[:, None] * frequencies
-
-
-def step_features(t):
-    """Return the cosines, then sines, of steps t [b]: float64 [b, 2 FREQUENCIES]."""
-    turned = angles(t, FREQUENCIES)
-    return torch.cat((turned.cos(), turned.sin()), dim=-1)
-
-
-@functools.lru_cache(maxsize=8)
-def position_table(side, d, dtype, device):
-    """Return sines and cosines of the columns, then of the rows, of side x side patches: [s, 1, d]."""
-    turned = angles(torch.arange(side, device=device), d // 4)
-    waves = torch.cat((turned.sin(), turned.cos()), dim=-1)  # [side, d/2]
-    table = torch.cat((waves.repeat(side, 1), waves.repeat_interleave(side, 0)), dim=-1)
-    return table.unsqueeze(1).to(dtype)

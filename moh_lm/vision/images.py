@@ -25,7 +25,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, refuse_folder
+from moh_lm.data.files import ShardError, refuse_unreadable
 from moh_lm.vision.augment import (
     MODES,
     center_crop,
@@ -126,7 +126,7 @@ class Images:
         try:
             self.sampled = sample_hash(len(names), lambda index: self.place(index).data())
         except OSError as error:
-            raise unreadable(error) from error
+            refuse_unreadable(error)
 
     def identity(self):
         """Return what distinguishes these images from others, as JSON values."""
@@ -142,19 +142,13 @@ class Images:
         return [] if model.in_channels in MODES else [channels]
 
 
-def unreadable(error):
-    """Return the ConfigError for an OSError of a file."""
-    reason = f"cannot be read ({error.strerror.lower()}); make it readable, or move it away"
-    return ConfigError([f"{error.filename}: {reason}"])
-
-
 def folder_files(path):
     """Return all images below a directory, {name: (0, bytes, time of modification in seconds)}. Raises ConfigError.
 
     A link is not followed if it leads back to a folder above it.
     """
     found, walked = {}, {path: set()}  # the folders above each folder that is still to be walked
-    for folder, folders, names in os.walk(path, onerror=refuse_folder, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=refuse_unreadable, followlinks=True):
         here, real = os.path.realpath(folder), {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
         above = walked.pop(folder) | {here}
         up = {name for name in folders if os.path.commonpath((here, real[name])) == real[name]}
@@ -168,7 +162,7 @@ def folder_files(path):
                     raise OSError(errno.EINVAL, "not a file", f"{folder}/{name}")
                 found[f"{inside}/{name}" if inside else name] = 0, status.st_size, int(status.st_mtime)
         except OSError as error:
-            raise unreadable(error) from error
+            refuse_unreadable(error)
     return found
 
 

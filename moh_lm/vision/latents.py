@@ -9,8 +9,7 @@ tools/encode_latents.py writes a directory of latents:
     latents.json    images, classes, image_size, dtype, factor, ``content_hash``, and SHA-256 hashes: of the images'
                     names, of a sample of the images, and of the autoencoder; written last
 
-Latents are compared with their checksum whenever they are read. Directories of earlier versions have no checksums.npy;
-there a resumed run compares the hash of a sample of the latents.
+Latents are compared with their checksum whenever they are read.
 
     x = (mean + exp(logvar / 2) eps) factor     logvar between -30 and 20, eps ~ N(0, 1)
 
@@ -39,17 +38,17 @@ REMEDY = "restore the directory, or remove it and run tools/encode_latents.py ag
 
 
 class LatentPlace(NamedTuple):
-    """The place of an image's latents. checksums: CRC-32 for the image and its mirror image, or None if unknown."""
+    """The place of an image's latents. checksums: CRC-32 for the image and its mirror image."""
 
     path: str
     index: int
     factor: float
-    checksums: list[int] | None = None
+    checksums: list[int]
 
     def draw(self, mirrored, rng):
         """Draw latents, float32 [c, s, s], of the image or its mirror image. Raises ShardError if they are damaged."""
         moments = moments_of(self.path)[self.index, int(mirrored)]
-        if self.checksums and zlib.crc32(moments.tobytes()) != self.checksums[int(mirrored)]:
+        if zlib.crc32(moments.tobytes()) != self.checksums[int(mirrored)]:
             damaged = f"the latents of image {self.index} are damaged: their CRC-32 is not that in {CHECKSUMS}"
             raise ShardError(f"{self.path}/{LATENTS}: {damaged}; {REMEDY}")
         mean, logvar = np.split(moments.astype(np.float32), 2)
@@ -69,11 +68,11 @@ class Latents:
             facts = read_json(Path(path) / FACTS)
             self.classes, self.factor, self.vae = list(facts["classes"]), facts["factor"], facts["vae"]
             made = json.dumps([facts[key] for key in ("sha256", "image_size", "dtype", "factor", "vae")])
-            self.sha256, self.hash = hashlib.sha256(made.encode()).hexdigest(), facts.get("content")
+            self.sha256, self.hash = hashlib.sha256(made.encode()).hexdigest(), facts["content"]
             if not 0 < self.factor < np.inf:
                 raise ValueError(f"the factor is {self.factor}, and must be above 0")
             self.labels = array_in(Path(path) / LABELS)
-            self.checksums = array_in(Path(path) / CHECKSUMS) if self.hash else None
+            self.checksums = array_in(Path(path) / CHECKSUMS)
             moments = moments_of(self.path)
             self.shape = moments.shape
             if moments.dtype.kind != "f":
@@ -84,7 +83,7 @@ class Latents:
                 raise ValueError(f"{LATENTS} has shape {list(self.shape)}, which must be [N, 2, 2c, s, s]")
             if self.labels.dtype.kind not in "iu":
                 raise ValueError(f"{LABELS} holds {self.labels.dtype}, and labels must be whole numbers")
-            if self.hash and self.hash != content_hash(facts, self.labels, self.checksums):
+            if self.hash != content_hash(facts, self.labels, self.checksums):
                 raise ValueError(f"{LABELS}, {CHECKSUMS} and {FACTS} differ from their hash")
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
             raise ConfigError([f"{path}: its latents cannot be read ({error}); {REMEDY}"]) from error
@@ -101,18 +100,12 @@ class Latents:
             why = f"{FACTS} names {classes} classes"
             raise ConfigError([f"{self.path}: {LABELS}: {first}, since {why}; correct it, or {REMEDY}"])
 
-    @property
-    def notes(self):
-        remedy = "run the same tools/encode_latents.py command again to add them"
-        return [] if self.hash else [f"{self.path} has no checksums, so damage would go unnoticed; {remedy}"]
-
     def identity(self):
         """Return what distinguishes these latents from others, as JSON values."""
-        return {"sha256": self.sha256, "sampled": self.sampled, **({"content": self.hash} if self.hash else {})}
+        return {"sha256": self.sha256, "sampled": self.sampled, "content": self.hash}
 
     def place(self, index):
-        checksums = self.checksums[index].tolist() if self.hash else None
-        return LatentPlace(self.path, int(index), self.factor, checksums)
+        return LatentPlace(self.path, int(index), self.factor, self.checksums[index].tolist())
 
     def problems(self, model):
         """Return sentences that say why ``model`` cannot read these latents."""

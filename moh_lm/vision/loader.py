@@ -77,8 +77,14 @@ def names_of_training(step):
     return segments[-1]["names"] if segments else None
 
 
-def name_problems(step, images):
-    """Return a sentence if the class folders of ``images`` differ from those of the training."""
+def held_out_problems(step, model, images):
+    """Yield sentences if ``images``, given by --images, differ from those with which the ``model`` of ``step`` was
+    trained."""
+    yield from images.problems(model)
+    found, known = len(images.classes), model.num_classes
+    if found != known:
+        like = "give images like those of its training"
+        yield f"--images {images.path}: has {found} classes, but the model has {known}; {like}"
     names = names_of_training(step) or images.classes
     if names != images.classes and len(names) == len(images.classes):
         was, now = next(pair for pair in zip(names, images.classes, strict=True) if pair[0] != pair[1])

@@ -7,44 +7,26 @@ over the last stage's tokens. Parameters have the names of the authors' code.
 Shapes: s tokens of an image, row by row, b images, d width. Each stage has a quarter of the previous stage's tokens.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.block import RoutedBlock
-from moh_lm.model.transformer import INIT_STD, WholeModel, loss_terms
-from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, convolution, to_images, to_tokens
-from moh_lm.vision.parameters import layer_norm, linear
-
-
-class PatchEmbedding(nn.Module):
-    """Overlapping patches: pixels [b, channels, side, side] -> [s, b, d], s = (side / stride)^2."""
-
-    def __init__(self, channels, width, stride):
-        super().__init__()
-        self.proj = convolution(channels, width, 2 * stride - 1, stride)
-        self.norm = layer_norm(width, eps=1e-5)
-
-    def forward(self, pixels):
-        return self.norm(to_tokens(self.proj(pixels)))
-
-
-class ConvolutionalGLU(nn.Module):
-    """fc2(gelu(convolution(a)) * b), [a, b] = fc1(x); the convolution is 3 x 3, in each feature: [s, b, d] -> the same.
-
-    inner: features of a.
-    """
-
-    def __init__(self, width, inner):
-        super().__init__()
-        self.fc1 = linear(width, 2 * inner, INIT_STD)
-        self.dwconv = nn.ModuleDict({"dwconv": convolution(inner, inner, 3, groups=inner)})
-        self.fc2 = linear(inner, width, INIT_STD)
-
-    def forward(self, x):
-        gate, x = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(F.gelu(to_tokens(self.dwconv["dwconv"](to_images(gate)))) * x)
+from moh_lm.model.router import AllHeads, HeadRouter
+from moh_lm.model.transformer import WholeModel, loss_terms
+from moh_lm.vision.layers import (
+    INIT_STD,
+    AggregatedAttention,
+    ConvolutionalGLU,
+    CosineAttention,
+    PatchEmbedding,
+    layer_norm,
+    linear,
+    to_images,
+)
 
 
 class Block(RoutedBlock):
@@ -54,8 +36,7 @@ class Block(RoutedBlock):
         super().__init__(layer.index, batch, recompute)
         width = layer.hidden_size
         self.norm1, self.norm2 = layer_norm(width), layer_norm(width)
-        pooled = sr_ratio > 1
-        self.attn = AggregatedAttention(layer, loss_terms, sr_ratio) if pooled else CosineAttention(layer, loss_terms)
+        self.attn = make_attention(layer, sr_ratio, loss_terms)
         self.mlp = ConvolutionalGLU(width, 2 * width * mlp_ratio // 3)
 
     def router(self):
@@ -67,6 +48,13 @@ class Block(RoutedBlock):
         x = x + (attention if kept is None else attention * kept[0])
         mlp = self.mlp(self.norm2(x))
         return x + (mlp if kept is None else mlp * kept[1]), routing
+
+
+def make_attention(layer, sr_ratio, loss_terms):
+    """Return the attention of an ``ImageLayer``. sr_ratio: side over cells, rounded down; 1: to all tokens."""
+    router = HeadRouter(layer, layer.index, INIT_STD, loss_terms=loss_terms) if layer.routed else AllHeads()
+    parts = layer.hidden_size, layer.num_attention_heads, math.isqrt(layer.tokens), router
+    return AggregatedAttention(*parts, cells=parts[2] // sr_ratio) if sr_ratio > 1 else CosineAttention(*parts)
 
 
 class TransNeXt(WholeModel):

@@ -9,7 +9,7 @@ from moh_lm.config import ConfigError
 @pytest.mark.parametrize(
     "texts, words",
     [
-        (["--contestants", "dense", "moh-25"], "--contestants moh-25: choose one of dense, moh-75, moh-50, hf"),
+        (["--contestants", "dense", "moh-20"], "--contestants moh-20: choose one of dense, moh-75, moh-50, hf"),
         (["--contestants", "dens"], "--contestants dens: choose one of"),
         (["--peak-tflops", "-3"], "--peak-tflops -3: "),
         (["--backend", "cpu-sparse"], "--backend cpu-sparse: choose one of auto, dense"),

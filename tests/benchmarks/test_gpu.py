@@ -7,6 +7,7 @@ import pytest
 from benchmarks import flags as known
 from benchmarks import gpu
 from benchmarks.flags import gpu_flags
+from benchmarks.targets import TARGETS, met_and_missed
 
 FLAGS = {
     "ceilings.py": known.ceiling_flags, "router.py": known.router_flags, "loss.py": known.loss_flags,
@@ -61,3 +62,23 @@ def test_rows_become_a_table_of_each_part(tmp_path):
     output.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "\n".join(gpu.tables(output)).splitlines()
     assert text[1] == "### step" and text[-1] == "| moh-50 | 0.096 | 1.263 |" and text[4] == "|---|---|---|"
+
+
+def test_a_target_is_met_or_missed_or_not_measured():
+    step = "  400,000 tokens/s  1.000 (1.000 to 1.000)  MFU dense 36.0%  MFU active 33.0%  9.5 GiB"
+    lines = {
+        "loss": [f"loss llm-s 16384 tokens x 65536  {time} ms  1.0  9 ms" for time in ("torch 29", "fused 10.9")],
+        "captured": ["NVIDIA H200; torch 2.11", f"dense-compiled-fused-captured 0.04000{step}",
+                     f"moh-50-compiled-fused-captured 0.03900{step}"],
+        "decoding": [f"    generation, {shape} T=2048 b=1, dense      calls   {calls}.0 us  captured   1000.0 us"
+                     for shape, calls in (("llm-s", 9000), ("llm-b", 12000))],
+    }  # fmt: skip
+    rows = [{"part": part, "line": line} for part, printed in lines.items() for line in printed]
+    found = [line.split(" | ", 1)[1] for line in met_and_missed(rows) if line.startswith("| ")][1:]
+    measured = {"<= 11 | 10.9 | met |", ">= 37 | 36 | missed |", "<= 1 | 0.975 | met |", ">= 8 | 9 | met |"}
+    others = [line for line in found if line not in measured]
+    assert len(others) == len(TARGETS) - len(measured) and all(line.endswith(" | not measured | |") for line in others)
+
+
+def test_what_is_rehearsed_is_measured_all_the_same():
+    assert not gpu.PARTS.keys() & gpu.REHEARSED.keys()

@@ -119,6 +119,8 @@ def test_a_dry_run_says_what_other_devices_would_do(dry_run):
     assert code == 0 and "tensor 1 x pipeline 1 x data 64, ZeRO-1, bf16; 1 micro-batches of 1 sequences" in text
     assert "on 64 devices; assumes 34% of 989 TFLOPS" in text and "attention auto: chosen on the H100" in text
     assert "MoH a step of 16 tokens over a dense one takes about" in text and "--routed-keys selected" in text
+    of_a_gpu = ["--cuda-graph", "--attention-backend", "triton", "--head-dim", "16"]
+    assert [dry_run(*PLAN, *of_a_gpu, *named)[0] for named in (["--device-name", "H200"], [])] == [0, 2]
     code, page = dry_run(*PLAN, *more, "MI300X", "--tensor-parallel-size", "3")
     assert code == 2 and "--tensor-parallel-size 3: needs a multiple of 3 processes, and 64 were started" in page
 

@@ -411,5 +411,5 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(ConfigError, match="dolma: this folder cannot be read .permission denied.; make it readable"):
+    with pytest.raises(ConfigError, match="dolma: cannot be read .permission denied.; make it readable"):
         recognized_sources([str(tmp_path)], "text", set(), [])

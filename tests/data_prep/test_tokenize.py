@@ -80,7 +80,8 @@ def test_every_mistake_of_usage_is_one_line_and_exit_code_2(model, tmp_path, cap
         ({"--source": f"a={tmp_path}/folder"}, f"write '{tmp_path}/folder/*'"),
         ({"--source": f"{tmp_path}/a.txt"}, "write NAME=GLOB"),
         ({"--source": f"a/b={tmp_path}/a.txt"}, "begin the name with a letter or digit"),
-        ({"--source": f"manifest.json={tmp_path}/a.txt"}, "manifest.json is the name of a file in every"),
+        ({"--source": f"Manifest.json={tmp_path}/a.txt"}, "Manifest.json is the name of a file in every"),
+        ({"--source": f"left_out.txt={tmp_path}/a.txt"}, "left_out.txt is the name of a file in every"),
         ({"--recognize": tmp_path / "absent"}, "is not a directory"),
         ({"--only": "pile"}, "give --recognize too"),
         ({"--output": tmp_path / "a.txt" / "out"}, "cannot be written"),
@@ -97,6 +98,16 @@ def test_every_mistake_of_usage_is_one_line_and_exit_code_2(model, tmp_path, cap
     assert main(["--tokenizer", str(model), "--output", str(tmp_path / "out")]) == 2
     assert "give --source NAME=GLOB or --recognize DIR" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_sources_that_differ_in_capitals_only_are_refused(model, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    out, (one, other) = tmp_path / "out", (f"{name}={tmp_path}/a.txt" for name in ("Wiki", "wiki"))
+    said = "only in capitals, and some disks would keep both in one directory; choose another name"
+    assert said in tokenize(model, out, one, other, code=2)[1] and not list(out.iterdir())
+    tokenize(model, out, one)
+    before = files(out)
+    assert said in tokenize(model, out, other, code=2)[1] and files(out) == before
 
 
 def test_names_of_files_need_not_be_utf_8(model, tmp_path):

@@ -63,6 +63,16 @@ def test_a_gpu_goes_by_its_graphs_where_layers_are_compiled(called, replayed):
     assert found == ["triton" if ratio < 1 else "dense" for ratio in (called, replayed)]
 
 
+def test_an_h200_leaves_out_half_of_the_heads_in_compiled_layers(monkeypatch):
+    """By the entry that ships with the package, of docs/history/benchmarks.md."""
+    monkeypatch.setattr(measured, "MEASURED", measured.read())
+    monkeypatch.setattr(measured, "machine", lambda device: "NVIDIA H200")
+    cases = {(2048, 0.5, 8, True): "triton", (2048, 0.5, 8, False): "dense", (2048, 0.75, 8, True): "dense",
+             (2048, 0.5, 7, True): "dense", (512, 0.5, 32, True): "dense"}  # fmt: skip
+    for (length, share, batch, compiled), backend in cases.items():
+        assert chosen("cuda", torch.bfloat16, length, share, batch, compiled=compiled) == backend
+
+
 def test_a_run_says_what_auto_takes_or_how_to_measure_it(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

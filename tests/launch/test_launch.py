@@ -185,6 +185,11 @@ def test_the_launcher_names_a_hostfile_only_if_there_is_one(trainer):
     assert (code, output.count("\n")) == (2, 1) and "no GPU" in output and "HOSTFILE" not in output
 
 
+def test_an_accelerator_that_deepspeed_does_not_know_is_named(trainer):
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, DS_ACCELERATOR="xyz")
+    assert (code, output.count("\n")) == (2, 1) and "DS_ACCELERATOR is 'xyz'" in output and "cuda or cpu" in output
+
+
 def test_a_dry_run_for_other_devices_needs_none_here(trainer):
     flags = ["--dry-run", "--devices=64", "--device-name", "H100"]
     variables = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moh_lm.checks import config_problems
 from moh_lm.cli.output import Output
@@ -211,16 +213,22 @@ def test_a_row_after_one_that_a_crash_cut_is_whole(tmp_path):
     assert [row["step"] for _, row in complete_rows(path)] == [1, 3, 4]
 
 
-def test_a_drawing_that_cannot_be_closed_ends_no_run(tmp_path, capsys):
-    writers = Writers(tmp_path, 0)
-
-    def full_disk():
+def test_a_full_disk_costs_a_line_and_the_drawings(tmp_path, monkeypatch, capsys):
+    def full_disk(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writers.tensorboard.close()
-    writers.tensorboard.close = full_disk
-    writers.close()
-    assert "tensorboard: No space left on device" in capsys.readouterr().err
+    unsaid = Mock()
+    monkeypatch.setattr(threading, "excepthook", unsaid)
+    monkeypatch.setattr(threading, "__excepthook__", unsaid)  # which would print a traceback
+    begun = Writers(tmp_path / "begun", 0)
+    monkeypatch.setattr(RecordWriter, "write", full_disk)
+    for writers in (begun, None):
+        writers = writers or Writers(tmp_path / "full", 0)
+        for step in range(2000):
+            writers.scalars({"loss": 1.0}, step)
+        writers.close()
+        said = "tensorboard: No space left on device; it gets no more until the run is restarted\n"
+        assert capsys.readouterr().err == said and not unsaid.called
 
 
 # --- Weights & Biases ---

@@ -19,7 +19,7 @@ def make_problem(vocabulary, seed):
     """Hidden states, weights and labels, one of them ignored, of logits that reach far."""
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, WIDTH, dtype=torch.double, generator=generator) for n in (TOKENS, vocabulary))
-    labels = torch.randint(vocabulary, (TOKENS,), generator=generator)
+    labels = torch.randint(vocabulary, (TOKENS, 2), generator=generator)[:, 0]  # not contiguous
     labels[3] = IGNORED
     return x * 5, weight, labels
 
@@ -116,8 +116,9 @@ def check_comparison():
     from moh_lm.parallel import triton_cross_entropy as kernels
 
     partition = even_partition(0, 5003, None)
-    loss, gradient = kernels.compare_with_torch(40, torch.float32, torch.device("cpu"), partition, None, 0.01)
-    assert loss < 1e-5 and gradient < 1e-5
+    for tokens in (1, 40):
+        found = kernels.compare_with_torch(tokens, torch.float32, torch.device("cpu"), partition, None, 0.01)
+        assert max(found) < 1e-5
     plain = kernels.torch_differentiate
     differ = "--fused-loss: its kernels differ from torch on this device, by .* leave"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=differ):
@@ -127,3 +128,32 @@ def check_comparison():
 
 def test_a_device_on_which_the_kernels_differ_is_named(interpreter):
     interpreter(check_comparison)
+
+
+def count_accesses():
+    """How often each number of the logits is read and written, as (reads, writes), each [tokens, vocabulary]."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from moh_lm.parallel.triton_cross_entropy import triton_differentiate
+
+    z, labels = torch.randn(3, 5003), torch.tensor([4, IGNORED, 5002])
+    found = []
+    for name in ("create_masked_load", "create_masked_store"):
+        counts, plain = torch.zeros(z.numel(), dtype=torch.int64), getattr(InterpreterBuilder, name)
+        found.append(counts.view(z.shape))
+
+        def access(self, pointers, *others, counts=counts, plain=plain):
+            mask = others[0 if plain.__name__ == "create_masked_load" else 1]
+            numbers = (torch.from_numpy(pointers.data[mask.data].astype("int64")) - z.data_ptr()) // z.element_size()
+            inside = numbers[(numbers >= 0) & (numbers < z.numel())]
+            counts += torch.bincount(inside, minlength=z.numel())
+            return plain(self, pointers, *others)
+
+        setattr(InterpreterBuilder, name, access)
+    triton_differentiate(z, labels, even_partition(0, 5003, None), None, 0.0, 3)
+    return found
+
+
+def test_a_logit_is_read_twice_and_written_once(interpreter):
+    reads, writes = interpreter(count_accesses)
+    assert (writes == 1).all() and (reads - 2).sum() == 2 and ((reads == 2) | (reads == 3)).all()  # two labels, again

@@ -305,6 +305,20 @@ def test_a_small_factor_is_read_from_its_directory(tmp_path):
     assert plan.tuning_losses(VARIANTS[0], ()).keys() >= {0.00002, 0.00004}
 
 
+@pytest.mark.parametrize("sizes", ["s", "m"])
+def test_what_stands_at_a_rate_that_tuning_may_add_is_compared(sizes, tmp_path):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "0.5", "1", "--sizes", sizes)
+    foreign = plan.run(comparison.Trial(plan.table.sizes[0], VARIANTS[0], 2, 0))
+    write_rows(foreign.directory, {"step": foreign.iterations, "evaluation": {"a": 3.0}})
+    with pytest.raises(ConfigError, match=r"rate-2-seed-0: its \.log is missing, and it has no config\.json"):
+        plan.check_flags()
+    shutil.rmtree(foreign.directory)
+    plan.check_flags()
+    foreign.log.write_text("notes on this rate\n")
+    with pytest.raises(ConfigError, match=r"rate-2-seed-0\.log: its run has other flags"):
+        plan.check_flags()
+
+
 def test_odd_folders_end_no_plan(tmp_path):
     plan = make(tmp_path, "--variants", "dense", "--rates", "0.5", "1")
     steps = plan.iterations(plan.sizes[0], VARIANTS[0])

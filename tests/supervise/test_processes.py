@@ -27,6 +27,9 @@ def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch
         ({"RANK": "-1", "WORLD_SIZE": "1"}, "RANK is '-1' in the environment"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 in the environment: must be below WORLD_SIZE 2"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536' in the environment"),
+        ({"DS_ACCELERATOR": "xyz"}, "DS_ACCELERATOR is 'xyz' in the environment: must be cuda or cpu; change it"),
+        ({"DEEPSPEED_TIMEOUT": "1h"}, "DEEPSPEED_TIMEOUT is '1h' in the environment: must be a number of minutes"),
+        ({"TORCH_DISTRIBUTED_DEBUG": ""}, "TORCH_DISTRIBUTED_DEBUG is '' in the environment: must be OFF, INFO or"),
     ],
 )
 def test_what_a_launcher_did_not_write_is_named(found, said, monkeypatch, capsys):

@@ -73,7 +73,7 @@ def test_what_cannot_be_evaluated_is_one_line(classifier, tmp_path, capsys):
 
 
 def test_the_extra_that_is_named_is_that_of_the_form(monkeypatch):
-    monkeypatch.setattr(evaluate_vision, "run_command", lambda *arguments, extra, **more: extra)
+    monkeypatch.setattr(evaluate_vision, "run_file", lambda *arguments, extra, **more: extra)
     lines = (["--samples", "x"], ["--samples=x"], ["run"])
     assert [evaluate_vision.main(texts) for texts in lines] == ["fid", "fid", "vision"]
 

@@ -140,9 +140,9 @@ def test_ids_and_text_of_llama_3_are_those_of_tiktoken(tmp_path, monkeypatch):
     tokens += [b"aa", b"aaa", b"ab", b"ba", b"aba", b"bab", b" a", b"th", b"the", b"  ", b"\n\n"]
     later = ["文".encode()[:2], "文".encode(), b" aab", b"abab"]  # of an extension: after the special tokens
     path = llama_3_vocabulary(tmp_path / "llama.model", tokens, later)
-    tiktoken_json.write_tokenizer(path, tmp_path, 512)
+    special = tiktoken_json.write_tokenizer(path, tmp_path, 512)
     original, converted = TiktokenModel(path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert converted.eos_token_id == original.eos_id() == tiktoken_json.special_ids(path)["eos"] == 128_001
+    assert converted.eos_token_id == original.eos_id() == special["eos"] == 128_001
     chooser, parts = random.Random(5), [*"ab \n\t\r\0.'s12345文é\u0301\u2028\U0001f642", "the", "<|end_of_text|>"]
     for _ in range(3000):
         text = "".join(chooser.choice(parts) for _ in range(chooser.randrange(1, 30)))

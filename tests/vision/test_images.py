@@ -290,7 +290,7 @@ def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(ConfigError, match="dog: this folder cannot be read .permission denied.; make it readable"):
+    with pytest.raises(ConfigError, match="dog: cannot be read .permission denied.; make it readable"):
         Images(folder)
 
 

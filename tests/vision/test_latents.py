@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import zlib
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -17,7 +18,7 @@ from PIL import Image
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.vision.config import DiTTraining, ViTTraining
-from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
+from moh_lm.vision.latents import LatentPlace, center_crop, content_hash, pixels, quarters
 from moh_lm.vision.loader import open_images
 from tests.vision.cases import loader_of, save_autoencoder
 from tools import encode_latents
@@ -60,8 +61,7 @@ def steps(config, count):
 def test_held_out_latents_number_classes_in_the_same_order(place, tmp_path):
     shutil.copytree(place / "fp32", tmp_path / "other")
     facts = json.loads((tmp_path / "other" / "latents.json").read_text())
-    del facts["content"]  # as in an earlier version
-    (tmp_path / "other" / "latents.json").write_text(json.dumps(facts | {"classes": ["b", "a"]}))
+    write_facts(tmp_path / "other", facts | {"classes": ["b", "a"]})
     config = training(place / "fp32")
     with pytest.raises(ConfigError, match="numbers its classes in another order than --data-dir"):
         open_images(replace(config, data=replace(config.data, validation_dir=str(tmp_path / "other"))))
@@ -117,32 +117,29 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
         assert "stopped: is damaged (" in capsys.readouterr().err
 
 
-def copy_of(place, name, checksums=True):
-    """A copy of the latents; without checksums as earlier versions wrote them."""
-    path = place / name
-    shutil.copytree(place / "fp32", path)
-    if not checksums:
-        (path / "checksums.npy").unlink()
-        facts = json.loads((path / "latents.json").read_text())
-        known = {k: facts[k] for k in facts if k not in ("content", "sampled", "sizes")}
-        (path / "latents.json").write_text(json.dumps(known))
-    return path
+def write_facts(path, facts):
+    """Write latents.json with the hash that belongs to ``facts`` and the other files."""
+    labels, checksums = np.load(path / "labels.npy"), np.load(path / "checksums.npy")
+    (path / "latents.json").write_text(json.dumps({**facts, "content": content_hash(facts, labels, checksums)}))
 
 
-@pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("label", [2, -1, 7])
-def test_a_label_that_is_no_class_is_refused_at_the_start(place, tmp_path, label, checksums):
-    path = copy_of(place, tmp_path / "latents", checksums)
+def test_a_label_that_is_no_class_is_refused_at_the_start(place, tmp_path, label):
+    path = tmp_path / "latents"
+    shutil.copytree(place / "fp32", path)
     labels = np.load(path / "labels.npy")
     labels[3] = label
     np.save(path / "labels.npy", labels)
-    said = "differ from their hash" if checksums else f"label {label} of image 3 must be between 0 and 1"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match="differ from their hash"):
+        open_images(training(path))
+    write_facts(path, json.loads((path / "latents.json").read_text()))
+    with pytest.raises(ConfigError, match=f"label {label} of image 3 must be between 0 and 1"):
         open_images(training(path))
 
 
 def test_damaged_latents_are_named_when_they_are_read(place, tmp_path):
-    path = copy_of(place, tmp_path / "latents")
+    path = tmp_path / "latents"
+    shutil.copytree(place / "fp32", path)
     latents = np.lib.format.open_memmap(path / "latents.npy", mode="r+")
     latents[4, 1, 3, 2, 1] += 0.25
     latents.flush()
@@ -153,29 +150,23 @@ def test_damaged_latents_are_named_when_they_are_read(place, tmp_path):
 
 
 def test_other_latents_under_the_same_names_are_said(place, tmp_path):
-    old, new = copy_of(place, tmp_path / "old", checksums=False), copy_of(place, tmp_path / "new")
-    before = {path: open_images(training(path)).state() for path in (old, new)}
-    earlier = {"segments": [{k: before[old]["segments"][0][k] for k in ("images", "classes", "sha256", "names")}]}
-    assert open_images(training(new)).changes(before[old]) == open_images(training(old)).changes(before[new]) == []
+    before = open_images(training(place / "fp32")).state()
+    earlier = {"segments": [{k: before["segments"][0][k] for k in ("images", "classes", "sha256", "names")}]}
     for name, change in (("latents", lambda values: values + 0.5), ("labels", lambda values: 1 - values)):
-        path = copy_of(place, tmp_path / name, checksums=False)
+        path = tmp_path / name
+        shutil.copytree(place / "fp32", path)
         np.save(path / f"{name}.npy", change(np.load(path / f"{name}.npy")))
-        for saved in before.values():
-            training_data, held_out = open_images(training(path)).changes(saved)
-            said = "has other latents or labels than before, under the same names"
-            assert training_data == f"--data-dir {path} {said}" and held_out == f"--validation-dir {path} {said}"
+        write_facts(path, json.loads((path / "latents.json").read_text()))
+        training_data, held_out = open_images(training(path)).changes(before)
+        said = "has other latents or labels than before, under the same names"
+        assert training_data == f"--data-dir {path} {said}" and held_out == f"--validation-dir {path} {said}"
         assert open_images(training(path)).changes(earlier) == []
 
 
-def test_the_same_command_adds_checksums_to_older_latents(place, tmp_path, capsys):
-    path = copy_of(place, tmp_path / "latents", checksums=False)
-    before, (note, _) = open_images(training(path)).state(), open_images(training(path)).notes
-    assert "run the same tools/encode_latents.py command again to add them" in note
+def test_a_complete_directory_that_is_damaged_is_not_taken_for_complete(place, tmp_path, capsys):
+    path = tmp_path / "latents"
+    shutil.copytree(place / "fp32", path)
     assert encode_latents.main(call(place, path)) == 0
-    for name in ("latents.npy", "labels.npy", "checksums.npy", "latents.json"):
-        assert (path / name).read_bytes() == (place / "fp32" / name).read_bytes()
-    now = open_images(training(path))
-    assert now.changes(before) == [] and now.notes == []
     (path / "labels.npy").unlink()
     assert encode_latents.main(call(place, path)) == 2
     assert "latents: its latents cannot be read (" in capsys.readouterr().err
@@ -213,7 +204,7 @@ def test_latents_are_drawn_from_their_gaussian(place):
     np.save(place / "wide" / "latents.npy", moments[None])
     rng = np.random.default_rng(0)
     for mirrored in (False, True):
-        where = LatentPlace(str(place / "wide"), 0, 0.5)
+        where = LatentPlace(str(place / "wide"), 0, 0.5, [zlib.crc32(part.tobytes()) for part in moments])
         draws = np.stack([where.draw(mirrored, rng) for _ in range(4000)]).astype(np.float64)
         mean, deviation = moments[int(mirrored), :4] * 0.5, np.exp(moments[int(mirrored), 4:] / 2) * 0.5
         assert abs((draws.mean(0) - mean) / deviation).max() < 5 / np.sqrt(4000)

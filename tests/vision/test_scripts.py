@@ -49,7 +49,7 @@ def test_a_preset_has_the_papers_parameters_and_share_of_heads(kind, name):
 @pytest.mark.parametrize("name, preset", [("train_moh_vit_b.sh", "B-75"), ("train_moh_vit_s.sh", "S-80")])
 def test_a_classifier_has_the_recipe_of_transnext(name, preset):
     config = config_of_script(name)
-    assert classifier_problems(config, 8) == []
+    assert classifier_problems(config, 8, on_gpu=False) == []
     assert config.model == parsed("vit", ["--preset", preset]).model
     assert (config.model.image_size, config.run.epochs, config.run.batch_size) == (224, 300, 1024)
     optimizer, data = config.optimizer, config.data
@@ -65,7 +65,7 @@ def test_a_classifier_has_the_recipe_of_transnext(name, preset):
 
 def test_the_diffusion_model_has_the_recipe_of_dit():
     config = config_of_script("train_moh_dit_xl.sh")
-    assert diffusion_problems(config, 8) == []
+    assert diffusion_problems(config, 8, on_gpu=False) == []
     assert (config.run.batch_size, config.run.train_iters, config.run.ema_decay) == (256, 7_000_000, 0.9999)
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.weight_decay) == (1e-4, 1e-4, 0)

@@ -14,8 +14,8 @@ from moh_lm.model.block import modules_of
 from moh_lm.model.router import Gates, SelectionReplay
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
-from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, to_images, to_tokens
-from moh_lm.vision.transnext import Block, TransNeXt
+from moh_lm.vision.layers import to_images, to_tokens
+from moh_lm.vision.transnext import Block, TransNeXt, make_attention
 from tests.models import attend
 from tests.reference import Routing, route
 
@@ -51,8 +51,7 @@ def make_layer(side, cells, heads=MIXTURE):
         heads=replace(heads, num_shared_heads=(1,), num_active_routed_heads=(2,)),
     )  # fmt: skip
     layer = config.layer(0)
-    attention = AggregatedAttention(layer, 1, side // cells) if cells else CosineAttention(layer, 1)
-    attention = scattered(attention).double()
+    attention = scattered(make_attention(layer, side // cells if cells else 1, 1)).double()
     return attention, torch.randn(side * side, BATCH, 16, dtype=torch.float64)
 
 

@@ -123,40 +123,33 @@ def fetch_unit(origin, output, source, unit, entry, report):
     if content != entry["content"]:
         raise ShardError(f"{origin.url}/{source}/{unit}.json: has other checksums than manifest.json")
     for suffix in SUFFIXES:
-        name = f"{source}/{unit}{suffix}"
-        copy = Copy(origin, name, beside(prefix, suffix), facts[suffix[1:]], report)
-        if not (copy.attempt() or copy.attempt()):  # the first may have continued a part of another file
+        name, target = f"{source}/{unit}{suffix}", beside(prefix, suffix)
+        if target.exists():  # there is no sidecar, so its shard is not complete
+            os.replace(target, beside(target, ".part"))
+        copy = origin, name, target, facts[suffix[1:]]["sha256"], report
+        if not (is_copied(*copy) or is_copied(*copy)):  # the first may have continued a part of another file
             raise ShardError(f"{origin.url}/{name}: differs from its sidecar; restore it there")
     flush(staged)
     os.replace(staged, sidecar)
     flush(prefix.parent)
 
 
-class Copy:
-    """The copy of one file. facts: "bytes" and "sha256" of its sidecar."""
+def is_copied(origin, name, target, sha256, report):
+    """Copy what is missing at the end of a file's part; returns whether it has this hash and got its final name."""
+    unfinished = beside(target, ".part")
 
-    def __init__(self, origin, name, target, facts, report):
-        self.origin, self.name = origin, name
-        self.target, self.part = target, beside(target, ".part")
-        self.facts, self.report = facts, report
-        if target.exists():  # there is no sidecar, so its shard is not complete
-            os.replace(target, self.part)
-
-    def attempt(self):
-        """Copy the file; returns whether it matches the sidecar and got its final name. Raises OSError."""
-        persistently(f"{self.origin.url}/{self.name}", self.go_on)
-        if sha256_of(self.part) != self.facts["sha256"]:
-            self.part.unlink()
-            return False
-        flush(self.part)
-        os.replace(self.part, self.target)
-        return True
-
-    def go_on(self):
-        """Copy what is missing at the end of the part. Raises any error of the protocol."""
-        remote = self.origin.files.open(self.origin.path(self.name), "rb", cache_type="none")  # no reading ahead
-        with open(self.part, "ab") as part, remote as file:
+    def go_on():
+        remote = origin.files.open(origin.path(name), "rb", cache_type="none")  # no reading ahead
+        with open(unfinished, "ab") as part, remote as file:
             file.seek(part.tell())
             while block := file.read(BLOCK):
                 part.write(block)
-                self.report(len(block))
+                report(len(block))
+
+    persistently(f"{origin.url}/{name}", go_on)
+    if sha256_of(unfinished) != sha256:
+        unfinished.unlink()
+        return False
+    flush(unfinished)
+    os.replace(unfinished, target)
+    return True

@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import torch
 pytest.importorskip("matplotlib")
 
 from tests.tools.heads.models import nothing
-from tools import head_report
 
 
 def test_a_head_planted_for_a_domain_is_the_most_specialised_one(tools, planted):
@@ -80,7 +80,7 @@ def test_alike_pairs_are_found_in_their_layer_among_used_heads(tools):
 
 def test_one_domain_has_loads_and_no_comparison(tools, planted):
     domains, model, _ = planted
-    arguments = head_report.parse_arguments(["--model", "m", "--data", "d=x", "--output", "o"])
+    arguments = Namespace(model="m", ablation_tokens=None, l0=[], examples=5)
     tokenizer = type("Tokenizer", (), {"eos_id": 0})
     report, pictures = tools["report"].report_of(arguments, model, tokenizer, domains[:1])
     page = tools["page"].page(report, pictures, lambda ids: " ".join(map(str, ids)))

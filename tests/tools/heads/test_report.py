@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def test_rarely_used_routed_heads_are_compared_with_the_others(tools):
 
 @pytest.mark.parametrize("name", ["static", "dense, tied"])
 def test_models_without_a_router_have_attention_and_importance(tools, name, texts):
-    arguments = head_report.parse_arguments(["--model", "m", "--data", "d=x", "--output", "o"])
+    arguments = Namespace(model="m", ablation_tokens=None, l0=[], examples=5)
     tokenizer = type("Tokenizer", (), {"eos_id": 0})
     report, pictures = tools["report"].report_of(arguments, random_model(name), tokenizer, texts)
     page = tools["page"].page(report, pictures, lambda ids: " ".join(map(str, ids)))

@@ -88,8 +88,8 @@ def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "added_tokens_decoder": decoder}))
     ids = {"bos": 128_000, "eos": [128_001, 128_009], "pad": None}
     (tmp_path / "out").mkdir()
-    tiktoken_json.write_tokenizer(path, tmp_path / "out", 64)
-    found = restore(tmp_path / "out", settings_of(tmp_path, None, ids), ids, tiktoken_json.special_ids(path))
+    special = tiktoken_json.write_tokenizer(path, tmp_path / "out", 64)
+    found = restore(tmp_path / "out", settings_of(tmp_path, None, ids), ids, special)
     assert (found["bos"], found["eos"], found["pad"]) == (128_000, [128_009, 128_001], 128_004)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])["input_ids"]

@@ -14,7 +14,7 @@ from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.imports.llamas import MIXTURE, make_llama, small_model
-from tools.hf.convert import import_vocabulary
+from tools.hf.convert import import_step, import_vocabulary, import_weights
 from tools.hf.convert.import_vocabulary import token_ids
 
 
@@ -69,8 +69,10 @@ def test_a_new_piece_begins_as_the_mean_of_its_spelling(imported, tool, tmp_path
 
 
 @pytest.mark.parametrize("padding", [0, 20])
-def test_new_tokens_of_llama3_are_spelled_with_the_old(imported, tmp_path, padding):
+def test_new_tokens_of_llama3_are_spelled_with_the_old(imported, tmp_path, padding, monkeypatch):
     """Of its tokens the bytes and a pair, and two words of it after the special tokens."""
+    monkeypatch.setattr(import_weights, "BLOCK", 1 << 20)  # so many rows in blocks of 14 would take seconds
+    monkeypatch.setattr(import_step, "FILE_BYTES", 1 << 22)
     tokens = [bytes([byte]) for byte in range(256)] + [b"ab"]
     old = llama_3_vocabulary(tmp_path / "old.model", tokens)
     new, first = llama_3_vocabulary(tmp_path / "new.model", tokens, [b"abc", b"zabab"]), 128_256

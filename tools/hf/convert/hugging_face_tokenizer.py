@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from moh_lm.data.files import read_json
-from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel
+from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, text_of
 from tools.hf.convert.tokenizer_json import config_with, write_files
 
 
@@ -22,7 +22,7 @@ def write_tokenizer(step, directory, max_length):
     tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
     named = {name: config.get(f"{name}_token") for name in ("eos", "pad", "unk")}
     named["eos"] = config.get(DOCUMENT_END, named["eos"])
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
+    tokens = {name: text for name, token in named.items() if (text := text_of(token))}
     tokens["bos"] = tokens["eos"]
     tokens = {name: token for name, token in tokens.items() if model.tokenizer.token_to_id(token) is not None}
     if tokens.get("pad") == tokens["eos"]:  # collators exclude padding from the loss, and EOS must stay in it

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
+from data_prep.bpe_continuation import steps
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, flag
 from moh_lm.config.fields import fits
@@ -125,14 +126,11 @@ def spelled_tiktoken(old, new):
 
 
 def joined(ranks, token):
-    """Return BPE's ids for the bytes of one word, joining the neighbours with the lowest joint rank repeatedly."""
+    """Return BPE's ids for the bytes of one word."""
     parts = [token[i : i + 1] for i in range(len(token))]
-    while True:
-        pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks) + 2**20), i) for i in range(len(parts) - 1)]
-        rank, i = min(pairs, default=(None, 0))
-        if rank is None or parts[i] + parts[i + 1] not in ranks:
-            return [ranks[part] for part in parts]
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    for _ in steps(parts, ranks):
+        pass
+    return [ranks[part] for part in parts]
 
 
 def refuse_other_ids(old, new, before, now):

@@ -1,8 +1,8 @@
 """The Python files of an export: those of remote_code/, and the trainer's own that hold the formulas.
 
-The formulas of gates and of rotary embeddings are written once, in moh_lm/model, and an export contains these very
-files under other names. The code in remote_code/ is therefore complete only after ``write_code`` has copied it, and is
-imported from there.
+The formulas of gates, of rotary embeddings and of the layers of image models are written once, in moh_lm, and an export
+contains these very files under other names. The code in remote_code/ is therefore complete only after ``write_code``
+has copied it, and is imported from there.
 """
 
 import importlib
@@ -15,9 +15,11 @@ from types import ModuleType
 from uuid import uuid4
 
 from moh_lm.model import gates, rotary
+from moh_lm.vision import layers
 
 REMOTE = Path(__file__).resolve().parents[1] / "remote_code"
-FORMULAS = {"moh_gates.py": Path(gates.__file__), "moh_rotary.py": Path(rotary.__file__)}
+OF_TRAINER = {"moh_gates.py": gates, "moh_rotary.py": rotary, "moh_layers.py": layers}
+FORMULAS = {name: Path(module.__file__) for name, module in OF_TRAINER.items()}
 LANGUAGE = (
     "configuration_moh.py",
     "modeling_moh.py",
@@ -29,8 +31,8 @@ LANGUAGE = (
     "moh_rotary.py",
     "moh_router.py",
 )
-VIT = ("modeling_moh_vit.py", "moh_gates.py", "moh_router.py")
-DIT = ("modeling_moh_dit.py", "moh_gates.py", "moh_router.py")
+VIT = ("modeling_moh_vit.py", "moh_gates.py", "moh_layers.py", "moh_router.py")
+DIT = ("modeling_moh_dit.py", "moh_gates.py", "moh_layers.py", "moh_router.py")
 PIPELINE = ("pipeline_moh_dit.py",)
 
 

@@ -14,17 +14,14 @@ END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"
 SPECIAL = {"<|begin_of_text|>": 0, END: 1, PAD: 4}  # positions among the special tokens
 
 
-def special_ids(path):
-    """See tools/hf/convert/tokenizer_json.py. Raises ConfigError."""
+def write_tokenizer(path, directory, max_length):
+    """Convert the file at ``path``; returns ``special_ids``, see tools/hf/convert/tokenizer_json.py. Raises
+    ConfigError."""
+    tokens = {"bos_token": END, "eos_token": END, "pad_token": PAD}
+    write_files(directory, tokenizer_json(path), config_with(tokens, max_length))
     first = read_ranks(path)[1]
     end, pad = first + SPECIAL[END], first + SPECIAL[PAD]
     return {"bos": end, "eos": end, "pad": pad, "unk": None}
-
-
-def write_tokenizer(path, directory, max_length):
-    """Convert the file at ``path``; see tools/hf/convert/tokenizer_json.py. Raises ConfigError."""
-    tokens = {"bos_token": END, "eos_token": END, "pad_token": PAD}
-    write_files(directory, tokenizer_json(path), config_with(tokens, max_length))
 
 
 def tokenizer_json(path):

@@ -23,6 +23,7 @@ from pathlib import Path
 from sentencepiece import sentencepiece_model_pb2
 
 from moh_lm.data.files import read_json
+from moh_lm.data.hugging_face_model import text_of
 
 CLASS = "PreTrainedTokenizerFast"  # in config.json too
 SPACE = "\u2581"  # the visible space of SentencePiece
@@ -111,13 +112,13 @@ def named_ids(directory):
     """Return {"bos", "eos", "pad"} -> id, or None, for the special tokens named in the files of another tokenizer."""
     tokenizer, config = (read_json(directory / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
-    texts = {name: config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
-    return {name: ids.get(text["content"] if isinstance(text, dict) else text) for name, text in texts.items()}
+    return {name: ids.get(text_of(config.get(f"{name}_token"))) for name in ("bos", "eos", "pad")}
 
 
 def write_tokenizer(proto, directory, max_length):
-    """Write both files. Equal models give equal bytes."""
+    """Write both files; returns ``special_ids``. Equal models give equal bytes."""
     write_files(directory, tokenizer_json(proto), tokenizer_config(proto, max_length))
+    return special_ids(proto)
 
 
 def write_files(directory, tokenizer, config):

@@ -18,7 +18,7 @@ from tools.hf.convert.keys import ARCHITECTURES, model_type, written
 from tools.hf.convert.model_card import model_card
 from tools.hf.convert.shipped_code import LANGUAGE, write_code
 from tools.hf.convert.source_tokenizer import cleaned, restore
-from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
+from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, write_tokenizer
 
 AUTO_MAP = {
     "AutoConfig": "configuration_moh.MoHLlamaConfig",
@@ -85,14 +85,12 @@ def export_tokenizer(model, directory, max_length):
         return hugging_face_tokenizer.write_tokenizer(model.parent, directory, max_length)
     shutil.copyfile(model, directory / model.name)
     if is_tiktoken(model):
-        tiktoken_json.write_tokenizer(model, directory, max_length)
-        return tiktoken_json.special_ids(model)
+        return tiktoken_json.write_tokenizer(model, directory, max_length)
     try:
         proto = read_model(model)
     except ValueError as error:
         raise ExportError(str(error)) from error
-    write_tokenizer(proto, directory, max_length)
-    return special_ids(proto)
+    return write_tokenizer(proto, directory, max_length)
 
 
 def hugging_face_config(model, length, dtype, special, stock=None):

@@ -39,10 +39,10 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
 
 from .configuration_moh import MoHLlamaConfig
-from .moh_attention import MoHLlamaContextualPositions, MoHLlamaRMSNorm, attention_kind
+from .moh_attention import MoHLlamaContextualPositions, attention_kind
 from .moh_layer import MoHLlamaDecoderLayer
 from .moh_own_keys import (
     DynamicLayer,
@@ -82,7 +82,7 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
                 nn.init.normal_(weight, std=std) if weight.is_floating_point() else nn.init.zeros_(weight)
         elif isinstance(module, MoHLlamaContextualPositions):
             nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, MoHLlamaRMSNorm):
+        elif isinstance(module, LlamaRMSNorm):
             nn.init.ones_(module.weight)
 
 
@@ -131,7 +131,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         if "learned" in config.layer_positions:
             self.embed_positions = nn.Embedding(config.learned_positions, config.hidden_size)
         self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = MoHLlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()

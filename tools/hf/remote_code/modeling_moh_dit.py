@@ -3,31 +3,14 @@
 Shapes: b images, s tokens, d width, h heads, e features of a head, p side of a patch.
 """
 
-
-import torch
 import torch.nn.functional as F
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 
 from .moh_gates import FORMS  # noqa: F401 - diffusers only fetches files that are imported here
+from .moh_layers import FREQUENCIES, modulated, modulation, position_table, step_features
 from .moh_router import image_router
-
-FREQUENCIES = 128  # frequencies of a step
-
-
-def angles(numbers, count):
-    """Return numbers [n] times frequencies from 1 down to almost 1/10000, float64 [n, count]."""
-    frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64, device=numbers.device) / count)
-    return numbers.double()[:, None] * frequencies
-
-
-def modulation(width, parts):
-    return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
-
-
-def modulated(x, shift, scale):
-    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
 class Attention(nn.Module):
@@ -36,13 +19,13 @@ class Attention(nn.Module):
         width, self.heads = config.hidden_size, config.num_attention_heads[layer]
         inner = self.heads * config.head_dim
         self.qkv, self.proj = nn.Linear(width, 3 * inner), nn.Linear(inner, width)
-        self.router = image_router(config, layer, width, self.heads) if config.head_selection == "mixture" else None
+        self.router = image_router(config, layer, width, self.heads)
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)  # [b, s, h, e]
-        if self.router is not None:
-            out = out * self.router(x)[0].to(out.dtype).unsqueeze(-1)
+        gates = self.router(x).gates
+        out = out if gates is None else out * gates.to(out.dtype).unsqueeze(-1)
         return self.proj(out.flatten(2))
 
 
@@ -88,18 +71,12 @@ class MoHDiTModel(ModelMixin, ConfigMixin):
         proj, p = self.x_embedder["proj"], self.config.patch_size
         patches = proj(hidden_states.to(proj.weight.dtype))
         side, dtype = patches.shape[-1], patches.dtype
-        x = patches.flatten(2).mT + self.positions(side, patches.device).to(dtype)
-        turned = angles(timestep, FREQUENCIES)
-        c = self.t_embedder["mlp"](torch.cat((turned.cos(), turned.sin()), dim=-1).to(dtype))
+        positions = position_table(side, self.config.hidden_size, dtype, patches.device).transpose(0, 1)
+        x = patches.flatten(2).mT + positions
+        c = self.t_embedder["mlp"](step_features(timestep).to(dtype))
         c = (c + self.y_embedder["embedding_table"](class_labels)).unsqueeze(1)
         for block in self.blocks:
             x = block(x, c)
         shift, scale = self.final_layer["adaLN_modulation"](c).chunk(2, dim=-1)
         x = self.final_layer["linear"](modulated(x, shift, scale)).unflatten(-1, (p, p, -1))
         return x.unflatten(1, (side, side)).permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
-
-    def positions(self, side, device):
-        """Return waves of the columns, then of the rows of patches, float64 [s, d]."""
-        turned = angles(torch.arange(side, device=device), self.config.hidden_size // 4)
-        waves = torch.cat((turned.sin(), turned.cos()), dim=-1)
-        return torch.cat((waves.repeat(side, 1), waves.repeat_interleave(side, 0)), dim=-1)

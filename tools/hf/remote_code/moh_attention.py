@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.cache_utils import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, repeat_kv
 
 from .moh_own_keys import (
     OwnKeysLayer,
@@ -34,15 +35,10 @@ except ImportError:  # transformers before 4.48
     ALL_ATTENTION_FUNCTIONS = {}
 
 
-def repeat_key_value(x, groups):
-    """Repeat keys or values for each query head: [b, h / groups, k, head_dim] -> [b, h, k, head_dim]."""
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
-
-
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
     """Attention in plain operations: query [b, h, s, head_dim] -> output [b, s, h, head_dim], weights [b, h, s, k]."""
-    key = repeat_key_value(key, module.num_key_value_groups)
-    value = repeat_key_value(value, module.num_key_value_groups)
+    key = repeat_kv(key, module.num_key_value_groups)
+    value = repeat_kv(value, module.num_key_value_groups)
     scores = query @ key.transpose(2, 3) * scaling  # [b, h, s, k]
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -52,8 +48,8 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
     """Do the same with torch's scaled_dot_product_attention, for transformers without an attention interface."""
-    key = repeat_key_value(key, module.num_key_value_groups)
-    value = repeat_key_value(value, module.num_key_value_groups)
+    key = repeat_kv(key, module.num_key_value_groups)
+    value = repeat_kv(value, module.num_key_value_groups)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
 
@@ -93,7 +89,7 @@ class MoHLlamaContextualPositions(nn.Module):
         """Return values to add to scores, [b, h, s, k]. attention_mask: [b, 1, s, k], true or 0 for visible keys."""
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         wide = torch.promote_types(query.dtype, torch.float32)
-        key = repeat_key_value(key, query.shape[1] // key.shape[1])
+        key = repeat_kv(key, query.shape[1] // key.shape[1])
         gates = (query @ key.transpose(2, 3)).to(wide).sigmoid() * visible
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.most)
         below = position.detach().floor().clamp(max=self.most - 1).long()
@@ -146,7 +142,7 @@ class MoHLlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
         self.q_norm, self.k_norm = (
-            MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+            LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
     def joined(self, output):
@@ -255,10 +251,10 @@ class MoHLlamaLatentAttention(MoHLlamaAttention):
             self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
         else:
             self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
-            self.q_a_layernorm = MoHLlamaRMSNorm(config.q_lora_rank, config.rms_norm_eps)
+            self.q_a_layernorm = LlamaRMSNorm(config.q_lora_rank, config.rms_norm_eps)
             self.q_b_proj = nn.Linear(config.q_lora_rank, size, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent_dim + self.turning_dim, bias=False)
-        self.kv_a_layernorm = MoHLlamaRMSNorm(self.latent_dim, config.rms_norm_eps)
+        self.kv_a_layernorm = LlamaRMSNorm(self.latent_dim, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(self.latent_dim, 2 * self.num_heads * self.head_dim, bias=False)
 
     def project(self, hidden_states, position_embeddings, position_ids):
@@ -324,16 +320,3 @@ def attention_kind(config):
         return MoHLlamaUnevenAttention
     return MoHLlamaLatentAttention if config.attention == "latent" else MoHLlamaAttention
 
-
-class MoHLlamaRMSNorm(nn.Module):
-    """Root-mean-square norm in fp32, as Llama's."""
-
-    def __init__(self, hidden_size, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)

@@ -6,10 +6,11 @@ Shapes: b batch, s new tokens, d hidden size.
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralMLP
 
-from .moh_attention import MoHLlamaRMSNorm, attention_kind
+from .moh_attention import attention_kind
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,30 +29,17 @@ except (ImportError, AttributeError):
             return super().__call__(*args, **kwargs)
 
 
-class MoHLlamaMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class MoHLlamaDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.self_attn = attention_kind(config)(config, layer_idx)
-        self.mlp = MoHLlamaMLP(config)
+        self.mlp = MistralMLP(config)  # LlamaMLP of transformers 4.46 reads pretraining_tp
         self.post_norm = config.post_norm
         if self.post_norm:
-            self.post_feedforward_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         else:
-            self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states, output_details=False, **kwargs):
         """Map hidden_states [b, s, d] to [b, s, d]; with details, a tuple of it and the attention's other results."""

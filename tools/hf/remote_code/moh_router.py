@@ -19,6 +19,7 @@ Shapes: b batch, s new tokens, k cached and new tokens, h heads, n experts, E ro
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,15 @@ def select(scores, num_active, top_p=None, in_bf16=False):
     return selected.to(scores.dtype)
 
 
+class Routing(NamedTuple):
+    """gates and selection (bool) of the heads, both [b, s, h], and scores of the routed experts [b, s, E]; gates and
+    scores are fp32, or float64 if the input is. None where all heads are used with gates 1."""
+
+    gates: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+
 class MoHLlamaRouter(nn.Module):
     """Routing of one layer. form: from moh_gates.py. width: number of leading input channels that it reads. The other
     arguments are those of ``routing_form`` and ``select``.
@@ -68,11 +78,8 @@ class MoHLlamaRouter(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(rows, width)) if rows else None)
 
     def forward(self, x):
-        """x: [b, s, d], or for forms that read queries those of all heads [b, s, h, head_dim], before norm and rotary.
-
-        Returns gates and selection (bool) of the heads, both [b, s, h], and scores of the routed experts [b, s, E].
-        Gates and scores are fp32, or float64 if x is.
-        """
+        """Return the ``Routing`` of x [b, s, d], or for forms that read queries that of the queries of all heads
+        [b, s, h, head_dim], before norm and rotary."""
         form, size = self.form, self.form.layer.heads_per_expert
         with torch.autocast(device_type=x.device.type, enabled=False):
             shared, scores, kinds = self.scores(x)
@@ -87,7 +94,7 @@ class MoHLlamaRouter(nn.Module):
                 a1, a2 = form.type_weights(kinds)
                 gates, routed = gates * a1, routed * a2
             experts = form.in_order(gates, routed), form.in_order(torch.ones_like(shared), selected).bool()
-        return *(part if size == 1 else part.repeat_interleave(size, dim=-1) for part in experts), scores
+        return Routing(*(part if size == 1 else part.repeat_interleave(size, dim=-1) for part in experts), scores)
 
     def scores(self, x):
         """Return scores of the shared experts, the routed ones, and the two kinds; of width 0 without a weight."""
@@ -137,8 +144,17 @@ def layer_router(config, layer):
     return MoHLlamaRouter(layer_form(config, layer), width, config.routing_top_p, in_bf16, bias_rate)
 
 
+class AllHeads(nn.Module):
+    """Uses all heads of every token, without gates."""
+
+    def forward(self, x):
+        return Routing()
+
+
 def image_router(config, layer, width, num_heads):
     """Return the router of a layer of an image model, without the options of language models."""
+    if config.head_selection != "mixture":
+        return AllHeads()
     return MoHLlamaRouter(routing_form(config, layer, num_heads), width)
 
 
