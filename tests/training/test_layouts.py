@@ -55,7 +55,7 @@ SHORT = ("--train-iters", "2")  # the second step has moments, shares and window
 FEW = ("--batch-tokens", "128")
 PLAIN = ("paper", "query norm")  # their parts are all in other models
 VALUES = ((1, 2), (1, 2), (1, 2), (1, 2, 3), (1, 2), (1, 2), (False, True), tuple(MODELS.keys() - PLAIN), (1, 2))
-OF_MODELS = {("tensor", 2), ("pipeline", 2), ("context", 2), ("zero", 3), ("recompute", True)}  # what looks into a model
+OF_MODELS = {("tensor", 2), ("pipeline", 2), ("context", 2), ("zero", 3), ("recompute", True)}  # they look into a model
 LAYOUTS = [
     (1, 1, 1, 2, 2, 1, False, "paper, step, grouped, window", 2),
     (1, 1, 1, 3, 1, 1, False, "query norm, step, grouped", 2),
