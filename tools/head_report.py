@@ -92,6 +92,9 @@ def run(arguments):
     model, limit, tokenizer = load(arguments)
     if len(model.config.head_counts) > 1 or model.config.head_dims:
         raise ConfigError([f"--model {arguments.model}: must have equally many heads of one width in every layer"])
+    if limit < SEGMENT:
+        reason = f"was trained on {limit} tokens at once, and a report needs {SEGMENT}"
+        raise ConfigError([f"--model {arguments.model}: {reason}; give another model"])
     length = arguments.seq_length or min(limit, LONGEST_WINDOW)
     if not SEGMENT <= length <= limit:
         raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])

@@ -135,6 +135,9 @@ def test_what_has_to_be_fixed_is_said(tools, head_tool, run, corpus, tmp_path, m
     ]:
         code, _, err = head_tool(*flags, *more)
         assert code == 2 and words in err and err.startswith("head_report: ")
+    with monkeypatch.context() as patch:
+        patch.setattr("tools.heads.measures.SEGMENT", 65)
+        assert "was trained on 64 tokens at once, and a report needs 65" in head_tool(*flags)[2]
     (tmp_path / "heads.json").write_text("mine")
     code, _, err = head_tool(*flags)
     assert code == 2 and f"{tmp_path}/heads.json: was written or changed by someone else" in err
