@@ -231,7 +231,7 @@ def test_what_cannot_be_trained_is_refused_by_name(images, tmp_path, words, said
     kind, *more = words.split()
     config = parsed(kind, arguments(kind, images, tmp_path / "run", *more))
     with pytest.raises(ConfigError, match=r"(?s)" + said.replace("(", r"\(").replace(")", r"\)")):
-        TASKS[kind].open_data(config, TASKS[kind].problems(config, 1), False)
+        TASKS[kind].open_data(config, TASKS[kind].problems(config, 1, on_gpu=False), False)
 
 
 def evaluated(kind, flags):
