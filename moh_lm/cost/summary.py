@@ -8,12 +8,12 @@ import torch
 from moh_lm.build import layer_backends
 from moh_lm.config import BUDGETS, walk
 from moh_lm.cost import description
-from moh_lm.cost.devices import Machine
+from moh_lm.cost.devices import Machine, known_device
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, head_time, step_seconds
 from moh_lm.kernels.choose import measured_ratio
-from moh_lm.kernels.measured import machine, measurement
+from moh_lm.kernels.measured import MEASURED, machine, measurement
 from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
@@ -102,8 +102,10 @@ def describe_attention(config, named=None):
         yield "attention  auto: ordinary attention of the heads that tokens choose in each key/value group"
         return
     if named:
-        yield f"attention  auto: chosen on the {named.name}, by measurements made there; dense without them;"
-        yield "           to make them: python benchmarks/attention.py --levels layer --save"
+        ships = any(known_device(one.machine) == named for one in MEASURED)
+        by = "measurements of one that ship with moh_lm" if ships else "measurements made there; dense without them"
+        yield f"attention  auto: chosen on the {named.name}, by {by};"
+        yield "           to measure one: python benchmarks/attention.py --levels layer --save"
         return
     device, dtype = this_device(run)
     if device.type == "cpu" and run.compile:

@@ -121,6 +121,8 @@ def test_a_dry_run_says_what_other_devices_would_do(dry_run):
     assert "MoH a step of 16 tokens over a dense one takes about" in text and "--routed-keys selected" in text
     of_a_gpu = ["--cuda-graph", "--attention-backend", "triton", "--head-dim", "16"]
     assert [dry_run(*PLAN, *of_a_gpu, *named)[0] for named in (["--device-name", "H200"], [])] == [0, 2]
+    text = " ".join(dry_run(*PLAN, *more, "H200")[1].split())
+    assert "chosen on the H200, by measurements of one that ship with moh_lm" in text
     code, page = dry_run(*PLAN, *more, "MI300X", "--tensor-parallel-size", "3")
     assert code == 2 and "--tensor-parallel-size 3: needs a multiple of 3 processes, and 64 were started" in page
 
