@@ -19,11 +19,13 @@ from moh_lm.data.training_data import TrainingData
 @contextmanager
 def without_collection():
     """Pause the garbage collector: thousands of new shards make it look through all objects of torch in vain."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 class Dataset(TrainingData):

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
 from moh_lm.parsing import read_json
@@ -87,7 +86,7 @@ class Writers:
 
 def report_thread(failed):
     """Print what ended a thread, except that of TensorBoard, whose error the next call raises again."""
-    if not isinstance(failed.thread, _AsyncWriterThread):
+    if not type(failed.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(failed)
 
 

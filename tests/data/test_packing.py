@@ -1,5 +1,6 @@
 """--packing best_fit: rows of random documents read back, in every layout and through changes of the data."""
 
+import gc
 import json
 import re
 
@@ -48,6 +49,17 @@ def rows_of(dataset, epoch=0, **options):
         positions = [None] if batch.positions is None else batch.positions.tolist()
         found += zip(batch.tokens.tolist(), batch.labels.tolist(), positions, strict=True)
     return found
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_opening_leaves_the_collector_of_garbage_as_it_was(directory, enabled):
+    before, change = gc.isenabled(), gc.enable if enabled else gc.disable
+    change()
+    try:
+        opened(directory)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
