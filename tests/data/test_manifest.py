@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from moh_lm.data.files import json_bytes, read_facts, seal
 from moh_lm.data.shards import CUTS, ShardError, open_shard, open_source, read_manifest, write_manifest
 from tests.data.directories import TOKENIZER, write
 
@@ -50,6 +51,23 @@ def test_the_manifest_knows_the_cuts_that_the_indexes_give(tmp_path):
                 with_index.append(starts.cut(fraction))
         assert opened.cuts == with_index
     assert open_source(tmp_path, "wiki", manifest, 0).cuts == [shard.num_tokens for shard in opened.shards]
+
+
+WRONG = [("tokens", "12"), ("tokens", True), ("dtype", "int7"), ("content", None), ("documents", None), ("bytes", {}),
+         ("cuts", []), ("cuts", [1.5] * len(CUTS))]  # fmt: skip
+
+
+@pytest.mark.parametrize("key, value", WRONG)
+def test_a_sealed_value_of_another_type_is_refused_by_name(tmp_path, key, value):
+    for unit in range(3):
+        write(tmp_path / "a" / f"unit-{unit}", [[1, 2, 3]])
+    write_manifest(tmp_path)
+    manifest = read_facts(tmp_path / "manifest.json")
+    manifest["sources"]["a"]["units"]["unit-1"][key] = value
+    (tmp_path / "manifest.json").write_bytes(seal(json_bytes(manifest)))
+    name = "entry" if key == "bytes" else key
+    with pytest.raises(ShardError, match=f"manifest.json: is damaged: a shard of a has a wrong {name}; "):
+        read_manifest(tmp_path)
 
 
 def test_a_finished_shard_outside_the_manifest_is_reported(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moh_lm.config import ConfigError
-from moh_lm.data.mixture import LARGEST_PERIOD, Mixture, Permutation
+from moh_lm.data.mixture import LARGEST_PERIOD, Mixture, Permutation, period_table
 
 PAPER = {
     "book": "4.24", "wikipedia": "3.50", "arxiv": "4.37", "stackexchange": "3.19",
@@ -229,6 +229,12 @@ def test_other_sources_do_not_reshuffle_the_windows_of_one():
 
 def test_seeds_give_different_orders():
     assert samples_of(mixture({"a": "1"}, seed=1), "a", 100) != samples_of(mixture({"a": "1"}, seed=2), "a", 100)
+
+
+def test_tables_that_mixtures_share_cannot_be_changed():
+    for table in period_table((3, 2)):
+        with pytest.raises(ValueError, match="read-only"):
+            table[0] = 1
 
 
 def test_weights_of_too_many_digits_are_rounded_with_a_note():
