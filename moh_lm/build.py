@@ -16,11 +16,11 @@ from moh_lm.extras.element_gates import ElementGatedAttention
 from moh_lm.extras.entropy_windows import EntropyWindows
 from moh_lm.extras.gumbel import GumbelNoise
 from moh_lm.extras.heterogeneous_heads import HeterogeneousAttention, HeterogeneousPositions
-from moh_lm.kernels.choose import choose_backend
+from moh_lm.kernels.choose import choose_backend, estimated_ratio
 from moh_lm.kernels.core_attention import CoreAttention
 from moh_lm.kernels.gated_attention import TRITON
 from moh_lm.kernels.heads_in_groups import HeadsInGroups
-from moh_lm.kernels.masks import share_of_scores
+from moh_lm.kernels.masks import mean_keys, share_of_scores
 from moh_lm.model.attention import Attention
 from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.head_positions import HeadPositions
@@ -33,7 +33,7 @@ from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, init_stds
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.head_partition import HeadPartition
-from moh_lm.parallel.layers import joined, separate
+from moh_lm.parallel.layers import Joined, separate
 from moh_lm.parallel.ulysses import ContextGroups, UlyssesAttention, UlyssesExchange
 
 BACKENDS = {"dense": None, "groups": None, "triton": TRITON, "cpu_sparse": CPU_SPARSE}
@@ -62,17 +62,18 @@ class Settings(NamedTuple):
 
     @property
     def products(self):
-        return joined if self.fused_projections else separate
+        return Joined() if self.fused_projections else separate
 
     def backend(self, layer_index):
         return self.backends if isinstance(self.backends, str) else self.backends[layer_index]
 
     def loss(self):
         """``linear_cross_entropy`` of (hidden states, weight, labels, partition of the vocabulary)."""
-        differentiate = None
         if self.fused_loss:
-            from moh_lm.parallel.triton_cross_entropy import triton_differentiate as differentiate
-        return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss, differentiate=differentiate)
+            from moh_lm.parallel.triton_cross_entropy import FusedLoss
+
+            return FusedLoss(self.group, self.z_loss)
+        return partial(linear_cross_entropy, group=self.group, z_loss=self.z_loss)
 
     def router(self):
         """Return the class of routers that choose heads."""
@@ -130,11 +131,18 @@ def layer_backends(config, device):
         of = model.of_layer(index)
         shape = (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim)
         share = model.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, of.window[index])
-        dense_only = of.position[index] == "cope"
-        names.append(
-            choose_backend(asked, device, dtype, shape, share, dense_only, model.own_keys(index), run.compile)
-        )
+        only = of.position[index] == "cope", model.own_keys(index), run.compile or run.cuda_graph
+        names.append(choose_backend(asked, device, dtype, shape, share, *only, estimate(model, index, run)))
     return tuple(names)
+
+
+def estimate(model, index, run):
+    """Return the ``estimated_ratio`` of a layer."""
+    of = model.of_layer(index)
+    heads, shared = of.num_attention_heads, model.always_on_heads(index)
+    projections = 2 * of.hidden_size * of.head_dim * (heads + of.num_key_value_heads)
+    core = 2 * mean_keys(run.seq_length, of.window[index]) * heads * of.head_dim
+    return estimated_ratio(core, projections, shared / heads, (model.active_heads(index) - shared) / heads)
 
 
 def build_attention(config, layer_index, settings):

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # The rooms, from the ground up; those of one line do not know each other.
 FLOORS = """
-    parsing units
+    parsing units compared
     config
     parallel kernels
     model

@@ -90,6 +90,7 @@ REFUSALS = {  # flags: what the one line has to name
     f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave it out"),
     "--attention-backend groups": ("--attention-backend groups", "--routing-unit head_in_group", "choose auto"),
     "--cuda-graph": ("--cuda-graph", "needs a CUDA GPU", "leave it out"),
+    "--fused-loss": ("--fused-loss", "need a GPU", "leave the flag out"),
     "--fused-projections --zero-stage 3": ("--fused-projections", "--zero-stage 3", "choose 2"),
     "--fused-router --routing relu": ("--fused-router", "--routing relu", "leave one of the two out"),
     "--fused-router --head-selection all": ("--fused-router", "--head-selection all", "leave one of the two out"),

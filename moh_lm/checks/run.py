@@ -159,14 +159,17 @@ def profile_problems(run):
     return []
 
 
-def kernel_problems(config):
+def kernel_problems(config, on_gpu):
     """Check that the requested kernels and products can compute this run on this machine."""
     if config.run.fused_projections and config.parallel.zero_stage == 3:
         return ["--fused-projections: --zero-stage 3 gathers the weights one by one; choose 2, or leave the flag out"]
     asked = [name for name in ("fused_loss", "fused_router") if getattr(config.run, name)]
     if asked and importlib.util.find_spec("triton") is None:
         return [f"{flag(asked[0])}: the package triton is not installed; install it, or leave the flag out"]
-    return fused_router_problems(config.model.heads) if config.run.fused_router else []
+    found = fused_router_problems(config.model.heads) if config.run.fused_router else []
+    if asked and not found and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        found.append(f"{flag(asked[0])}: its kernels need a GPU, and this machine shows none; leave the flag out")
+    return found
 
 
 def graph_problems(config, on_gpu):

@@ -5,11 +5,16 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """tflops: peak of dense bf16 products, in 1e12 FLOP/s. gib: memory in GiB."""
+    """tflops: peak of dense bf16 products, in 1e12 FLOP/s. gib: memory in GiB. is_estimated: see ``is_estimated`` of
+    moh_lm/kernels/choose.py."""
 
     name: str
     tflops: float
     gib: float
+
+    @property
+    def is_estimated(self):
+        return self.name.split()[0] in ("A100", "A800", "H100", "H800", "H200", "B200")
 
 
 EFFICIENCY = 0.34  # share of its peak that a GPU reaches; see time.py

@@ -11,8 +11,8 @@ from moh_lm.cost import description
 from moh_lm.cost.devices import Machine, known_device
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
-from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, head_time, step_seconds
-from moh_lm.kernels.choose import measured_ratio
+from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, step_seconds
+from moh_lm.kernels.choose import head_time, measured_ratio
 from moh_lm.kernels.measured import MEASURED, machine, measurement
 from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
@@ -103,7 +103,9 @@ def describe_attention(config, named=None):
         return
     if named:
         ships = any(known_device(one.machine) == named for one in MEASURED)
-        by = "measurements of one that ship with moh_lm" if ships else "measurements made there; dense without them"
+        by = "measurements of one that ship with moh_lm" if ships else "measurements made there; without them, dense"
+        if not ships and named.is_estimated:
+            by += " unless layers are compiled and an estimate says that selected heads save time"
         yield f"attention  auto: chosen on the {named.name}, by {by};"
         yield "           to measure one: python benchmarks/attention.py --levels layer --save"
         return
@@ -117,9 +119,10 @@ def describe_attention(config, named=None):
     if found:
         yield f"attention  auto: {chosen}, as measured on {found.machine}"
     else:
+        by = "as estimated from layers on one H200, because" if "triton" in backends else "because"
         flags = f"--dtype {str(dtype).removeprefix('torch.')}"
         flags += f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
-        yield f"attention  auto: {chosen}, because there is no measurement of {machine(device)} with {flags};"
+        yield f"attention  auto: {chosen}, {by} there is no measurement of {machine(device)} with {flags};"
         yield f"           to make one: python benchmarks/attention.py --levels layer {flags} --save"
 
 
@@ -254,9 +257,9 @@ def describe_gain(config, device=None):
     shared, active = (sum(numbers) / whole for numbers in (getattr(model.heads, name) for name in BUDGETS))
     cases = {
         "if it computes all heads": 1,
-        "if only the selected ones": head_time(model, shared, active),
-        "with a quarter of the heads": head_time(model, 1 / 8, 1 / 8),
-        "with --routed-keys selected": head_time(model, shared, active**2 / (1 - shared)),
+        "if only the selected ones": head_time(shared, active, model.chooses_in_groups),
+        "with a quarter of the heads": head_time(1 / 8, 1 / 8, model.chooses_in_groups),
+        "with --routed-keys selected": head_time(shared, active**2 / (1 - shared), model.chooses_in_groups),
     }
     if max(model.of_layer(0).head_counts) > model.of_layer(0).num_key_value_heads:
         cases["with --routing-unit head_in_group"] = shared + active

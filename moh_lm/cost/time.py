@@ -6,18 +6,19 @@ kernel. That is why small micro-batches are slow. tools/plan.py describes the ot
 Both figures were measured on one NVIDIA H200 (docs/results.md): a dense step of LLM-B on 2 x 8,192 tokens reached 34%
 of the peak, and one of LLM-S on 8 x 2,048 tokens 20%, or 27% with --compile. With 2 x 2,048 tokens the host needed 7 ms
 per layer of LLM-B, forward and backward, with routed heads and at most 3.3 ms without. --compile made a step 1.35 times
-as fast. Its layers also say what a mixture gains or costs on the device (``against_dense``): cuDNN's attention reached
-46% of the peak, routed heads 0.55 of that, and a router took 0.4 ms for 16,384 tokens. The bytes that --fused-router
-moves take an eighth of that; no GPU has run it.
+as fast. Its layers also say what a mixture gains or costs on the device (``against_dense``), with the rates of
+moh_lm/kernels/choose.py: a router took 0.4 ms for 16,384 tokens. The bytes that --fused-router moves take an eighth of
+that; no GPU has run it.
 """
 
 import numpy as np
 
 from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
+from moh_lm.kernels.choose import ATTENTION
 
 ROUTED_LAYER_S, LAYER_S, COMPILED = 7e-3, 3.3e-3, 1.35
-ATTENTION, ROUTED_HEADS, ROUTER_S = 0.46, 0.55, 0.4e-3 / 16384  # the last per token and layer
+ROUTER_S = 0.4e-3 / 16384  # per token and layer
 FUSED_ROUTER = 1 / 8
 
 
@@ -36,11 +37,6 @@ def host_seconds(config, layers):
     routed = len(config.model.gated_layers()) / config.model.num_layers
     layer = routed * ROUTED_LAYER_S + (1 - routed) * LAYER_S
     return layers * layer * (4 / 3 if config.run.recompute else 1) / (COMPILED if config.run.compile else 1)
-
-
-def head_time(model, shared, active):
-    """Return the time of attention over that of all heads, for shares of heads that are shared and selected."""
-    return shared + active / (1 if model.chooses_in_groups else ROUTED_HEADS)
 
 
 def against_dense(model, seq_length, machine, attention, router=1):

@@ -79,6 +79,7 @@ class Loader:
             self.ahead.pop()[1].cancel()
 
     def read_step(self, consumed_samples):
+        """Return the same as ``train_step``, and read nothing ahead."""
         share = self.batch_at(consumed_samples) // self.size  # of this rank
         first = consumed_samples + self.rank * share
         samples = np.arange(first, first + share)

@@ -5,9 +5,10 @@ Shapes: b rows (prompts), s tokens. One rank; the model is a ``CausalLM`` withou
 
 import torch
 
+from moh_lm.compared import Differs, distance, rounding
 from moh_lm.inference.kv_cache import Cache
 from moh_lm.inference.sampling import sample, wide
-from moh_lm.kernels.capture import Differs, capture_on_gpu, distance, rounding
+from moh_lm.kernels.capture import capture_on_gpu
 
 
 @torch.no_grad()

@@ -7,15 +7,6 @@ state in tensors of their own, and compare one replay with the function itself b
 import torch
 
 WARMUPS = 3  # runs in which libraries choose kernels and make allocations that a capture forbids
-TOLERANCE = 1e-4  # largest difference from the form without a flag, besides rounding
-
-
-class Differs(RuntimeError):
-    """A form requested by a ``flag`` differs from the form without it. what, found: in words."""
-
-    def __init__(self, flag, what, found):
-        remedy = "leave the flag out, and report the device and the versions of torch and triton"
-        super().__init__(f"{flag}: {what}, by {found}; {remedy}")
 
 
 def capture_on_gpu(function, warm_up=None):
@@ -36,14 +27,3 @@ def capture_on_gpu(function, warm_up=None):
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the loader's thread pins memory meanwhile
         outputs = function()
     return graph, outputs
-
-
-def rounding(dtype):
-    """Return the difference that rounding to ``dtype`` explains, relative to the largest number."""
-    return 2 * torch.finfo(dtype).eps + TOLERANCE
-
-
-def distance(found, exact):
-    """Return the largest difference over the largest exact number. Values not finite in both count as equal."""
-    found, exact = (tensor.nan_to_num().float() for tensor in (found, exact))
-    return ((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item()

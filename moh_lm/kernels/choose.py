@@ -1,26 +1,39 @@
-"""The choice of each layer's attention backend, once per run: by name, or by measured times (measured.py)."""
+"""The choice of each layer's attention backend, once per run: by name, by measured times (measured.py), or on a GPU
+without any by an estimate.
+
+The estimate rests on rates that one NVIDIA H200 reached with LLM-S and LLM-B (docs/results.md): cuDNN's attention 46%
+of the peak, routed heads 0.55 of that, and everything else in a layer 34%. Its ratios are within 0.05 of the measured
+ones.
+"""
 
 import math
+
+import torch
 
 from moh_lm.kernels.gated_attention import TRITON
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS, measurement
 
 WORTH_IT = 0.96  # a larger ratio is within the noise of the measurement
+ATTENTION, ROUTED_HEADS, OTHERS = 0.46, 0.55, 0.34
+ESTIMATED = ((8, 0), (9, 0), (10, 0))  # compute capabilities for which the tests compile the kernels
+ESTIMATED_ELEMENTS = 8 * 2048 * 768  # of the queries in the smallest measured call; a shorter one waits for the host
 
 
-def choose_backend(name, device, dtype, shape, active_share, dense_only=False, own_keys=False, compiled=False):
+def choose_backend(
+    name, device, dtype, shape, active_share, dense_only=False, own_keys=False, compiled=False, estimate=1.0
+):  # fmt: skip
     """Return the name of the backend that computes queries of ``shape`` [s, b, heads, head_dim]; it is never ``auto``.
 
     active_share: share of the heads that a token uses, by which ``auto`` chooses. dense_only: whether the layer needs
-    all scores. own_keys: see ``gated_attention``. compiled: whether torch.compile compiles the layer. Raises
-    RuntimeError if the named backend cannot run here.
+    all scores. own_keys: see ``gated_attention``. compiled: whether torch.compile compiles the layer, or a CUDA graph
+    launches it. estimate: ``estimated_ratio`` of the layer. Raises RuntimeError if the named backend cannot run here.
     """
     if dense_only:
         return "dense"
     if name == "auto":
         if device.type == "cpu" and compiled:
             return "dense"  # cpu_sparse would break the graph
-        chosen = fastest(device, dtype, tuple(shape), active_share, compiled)
+        chosen = fastest(device, dtype, tuple(shape), active_share, compiled, estimate)
         return "dense" if chosen == "triton" and (TRITON is None or own_keys) else chosen
     if name == "triton" and TRITON is None:
         raise RuntimeError("attention backend triton: the package triton is not installed; install it, or choose auto")
@@ -29,16 +42,40 @@ def choose_backend(name, device, dtype, shape, active_share, dense_only=False, o
     return name
 
 
-def fastest(device, dtype, shape, active_share, compiled=False):
+def fastest(device, dtype, shape, active_share, compiled=False, estimate=1.0):
     """Return "triton", "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim], as measured at the
-    next shorter length and the next larger active share. compiled: as above; a GPU then hardly waits for the host."""
+    next shorter length and the next larger active share, or on a GPU without measurements by the ``estimate``.
+    compiled: as above; a GPU then hardly waits for the host."""
     found = measurement(device, dtype)
     ratio = measured_ratio(found, shape, active_share, compiled)
+    if found is None and compiled and math.prod(shape) >= ESTIMATED_ELEMENTS and is_estimated(device, dtype):
+        ratio = estimate
     if ratio is None or ratio > WORTH_IT:
         return "dense"
-    if found.device == "cpu":
+    if device.type == "cpu":
         return "cpu_sparse"
     return "triton" if shape[3] in TRITON_HEAD_DIMS else "dense"
+
+
+def is_estimated(device, dtype):
+    """Return whether the estimate speaks for this device."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ESTIMATED
+
+
+def estimated_ratio(core, projections, shared, active):
+    """Return the time of an attention layer on a GPU that computes only the heads in use over that of all heads.
+
+    core, projections: a token's multiplications for scores and values, and in projections. shared, active: shares of
+    the heads that every token uses, and that a token selects.
+    """
+    core, others = core / ATTENTION, projections / OTHERS
+    return 1 - core / (core + others) * (1 - head_time(shared, active))
+
+
+def head_time(shared, active, in_groups=False):
+    """Return the time of attention over that of all heads, for shares of heads that are shared and selected."""
+    return shared + active / (1 if in_groups else ROUTED_HEADS)
 
 
 def measured_ratio(found, shape, active_share, compiled=False):

@@ -5,13 +5,16 @@ Implementations are dense and head-sparse attention (gated_attention.py), contex
 measure attention sinks, entropies and the head report.
 """
 
-from torch import nn
+from copy import copy
 
-from moh_lm.kernels.gated_attention import gated_attention
+from moh_lm.compared import Compared, differences, leaves, results
+from moh_lm.kernels.gated_attention import TRITON, gated_attention
 from moh_lm.kernels.masks import apply_window
 
+COMPARED_POSITIONS = 4096  # the most that dense attention computes for a comparison
 
-class CoreAttention(nn.Module):
+
+class CoreAttention(Compared):
     """Attention of the heads that a rank computes.
 
     backend: a sparse ``Backend``, or None for dense. window: number of keys that a token sees, including its own; 0:
@@ -23,6 +26,10 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.backend, self.window, self.num_shared = backend, window, num_shared
         self.causal, self.own_keys = causal, own_keys
+
+    @property
+    def flag(self):
+        return "--attention-backend triton" if self.backend is not None and self.backend is TRITON else None
 
     @property
     def reads_selection(self):
@@ -41,6 +48,18 @@ class CoreAttention(nn.Module):
     def visible(self, query, key, mask):
         """Return the ``AttentionMask`` of documents and window, or None if queries see all keys."""
         return apply_window(mask, self.window, query, masked=self.backend is None)
+
+    def compare(self, query, key, value, gates=None, selected=None, mask=None):
+        """See ``Compared``. Dense attention computes only the first positions, which see no later ones."""
+        first, plain = slice(COMPARED_POSITIONS), copy(self)
+        plain.backend = None
+        whole = leaves(query, key, value, gates)
+        part = leaves(*(None if tensor is None else tensor[first] for tensor in whole))
+        inputs, exact_inputs = ([tensor for tensor in some if tensor is not None] for some in (whole, part))
+        outputs, gradients = results([self.forward(*whole, selected, mask)[first]], inputs)
+        selected, mask = None if selected is None else selected[first], mask and mask.first(COMPARED_POSITIONS)
+        exact = results([plain.forward(*part, selected, mask)], exact_inputs)
+        return differences((outputs, [gradient[first] for gradient in gradients]), exact, dtype=query.dtype)
 
     def added_to_cache(self, query, keys, lengths):
         """Return what is added to the scores of queries on a cache, [b, h, T], or None; see ``decode_attention``."""

@@ -24,6 +24,11 @@ class AttentionMask(NamedTuple):
     ends: torch.Tensor
     mask: torch.Tensor | None
 
+    def first(self, length):
+        """Return the mask of the first ``length`` tokens."""
+        mask = None if self.mask is None else self.mask[..., :length, :length]
+        return AttentionMask(self.starts[:, :length], self.ends[:, :length].clamp_max(length), mask)
+
 
 def document_bounds(positions, masked):
     """Return the ``AttentionMask`` of documents. positions: int64 [b, s], positions of tokens in their documents.

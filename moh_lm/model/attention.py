@@ -26,7 +26,7 @@ class Attention(nn.Module):
         self, config, heads, router, core_attention, positions, init_std, output_std, products=separate
     ):  # fmt: skip
         """config: ``ModelConfig`` of the layer. heads: ``HeadPartition``. positions: ``RotaryPositions``. products:
-        ``separate`` or ``joined``, by which queries, keys and values are projected."""
+        ``separate`` or ``Joined``, by which queries, keys and values are projected."""
         super().__init__()
         self.head_dim = config.head_dim
         self.make_projections(config, heads, init_std, output_std)

@@ -1,24 +1,23 @@
 """A router computed by Triton kernels: the results of ``HeadRouter`` and ``GatedHeads`` in fewer launches.
 
 A layer does not know which router it has, and ranks with slices of a sequence add up their selections as they do in
-balance.py. moh_lm/kernels/triton_router.py has the kernels; ``compare_with_torch`` checks them on a device.
+balance.py. moh_lm/kernels/triton_router.py has the kernels.
 """
 
 import torch
 import torch.distributed as dist
 
-from moh_lm.kernels.capture import TOLERANCE, Differs, distance, rounding
+from moh_lm.compared import Compared, differences, leaves, results
 from moh_lm.kernels.triton_router import differentiate, finish, route
-from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.router import HeadRouter, RouterOutput, SelectionReplay
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.mappings import replicate
 
-NEAR_TIES = 1e-3  # share of the tokens that may select other experts than in the torch form
 
-
-class FusedRouter(HeadRouter):
+class FusedRouter(HeadRouter, Compared):
     """A ``HeadRouter``, or ``GatedHeads`` where no expert is routed. See moh_lm/checks/run.py for the forms."""
+
+    flag = "--fused-router"
 
     def __init__(self, config, *arguments, **named):
         super().__init__(config, *arguments, **named)
@@ -46,6 +45,17 @@ class FusedRouter(HeadRouter):
         if not self.layer.num_routed:
             return RouterOutput(self.local(gates), None, loss, rows)
         return RouterOutput(self.local(gates), self.local(selected) if says_selected else None, loss, rows, selection)
+
+    def compare(self, x, inputs, replay=None):
+        """See ``Compared``. Both forms compute the gates of the experts that the kernels select."""
+        (x,) = leaves(x)
+        weights, others = [x, *self.parameters()], 0.0
+        fused, exact = self.forward(x, inputs, replay), HeadRouter.forward(self, x, inputs, replay)
+        if fused.selection is not None:
+            others = (exact.selection != fused.selection).any(-1).double().mean().item()
+            same = SelectionReplay(fused.selection.new_ones((), dtype=torch.bool), fused.selection)
+            exact = HeadRouter.forward(self, x, inputs, same)
+        return differences(*(results([one.gates, one.loss], weights) for one in (fused, exact)), others)
 
     def whole_weights(self):
         """Return W_s, W_r and W_h, each None where there is none; their gradients are summed over the ranks."""
@@ -90,38 +100,3 @@ class FusedRouting(torch.autograd.Function):
         rows = [0 if weight is None else weight.shape[0] for weight in inputs[1:]]
         parts = [part if count else None for part, count in zip(of_weights.split(rows), rows, strict=True)]
         return dx, *parts, *[None] * 7
-
-
-def compare_with_torch(router, shape):
-    """Return the largest differences of gates and of gradients from the torch form, relative to the largest, and the
-    share of the tokens for which the two select other experts, on random weights and tokens of ``shape`` [s/tp, b, d].
-
-    Raises ``Differs`` if they do by more than rounding. All ranks of the router call this together.
-    """
-    some = next(router.parameters())
-    generator = torch.Generator(some.device).manual_seed(0)
-    for weight in router.parameters():
-        weight.data.normal_(0, weight.shape[1] ** -0.5, generator=generator)
-    x = torch.randn(shape, device=some.device, generator=generator).to(some.dtype).requires_grad_()
-    inputs = RouterInputs()
-    fused = router(x, inputs)
-    exact, others = HeadRouter.forward(router, x, inputs), 0.0
-    if fused.selection is not None:
-        others = (exact.selection != fused.selection).any(-1).double().mean().item()
-        replay = SelectionReplay(fused.selection.new_ones((), dtype=torch.bool), fused.selection)
-        exact = HeadRouter.forward(router, x, inputs, replay)
-    upstream = torch.randn_like(exact.gates)
-    gate = distance(fused.gates, exact.gates)
-    results = zip(*(gradients(router, x, output, upstream) for output in (fused, exact)), strict=True)
-    gradient = max(distance(*pair) for pair in results)
-    if not (gate <= TOLERANCE and gradient <= rounding(x.dtype) and others <= NEAR_TIES):
-        found = f"{gate:.1e} of the largest gate, {gradient:.1e} of the largest gradient"
-        found += f" and the selection of {others:.2%} of the tokens"
-        raise Differs("--fused-router", "its kernels differ from torch on this device", found)
-    return gate, gradient, others
-
-
-def gradients(router, x, output, upstream):
-    """Return the loss, and the gradients of x and of the weights."""
-    total = (output.gates * upstream).sum() + output.loss
-    return output.loss, *torch.autograd.grad(total, [x, *router.parameters()])

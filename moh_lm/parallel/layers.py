@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moh_lm.compared import Compared, differences, leaves, results
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.mappings import replicate, scatter_sum
 
@@ -85,7 +86,7 @@ class ColumnParallelLinear(nn.Module):
         return self.finished((product or F.linear)(x, self.factor()))
 
     def factor(self):
-        """Return the weight that x is multiplied by; see ``joined``."""
+        """Return the weight that x is multiplied by; see ``Joined``."""
         return self.weight
 
     def finished(self, product):
@@ -124,10 +125,20 @@ def separate(x, *layers):
     return [layer(x) for layer in layers]
 
 
-def joined(x, *layers):
-    """Do the same with one product, by stacked copies of all weights (``--fused-projections``)."""
-    products = JoinedProducts.apply(x, *(layer.factor() for layer in layers))
-    return [layer.finished(product) for layer, product in zip(layers, products, strict=True)]
+class Joined(Compared):
+    """Does the same as ``separate`` with one product, by stacked copies of all weights (``--fused-projections``)."""
+
+    flag = "--fused-projections"
+
+    def forward(self, x, *layers):
+        products = JoinedProducts.apply(x, *(layer.factor() for layer in layers))
+        return [layer.finished(product) for layer, product in zip(layers, products, strict=True)]
+
+    def compare(self, x, *layers):
+        """See ``Compared``."""
+        (x,) = leaves(x)
+        weights = [x, *(layer.weight for layer in layers)]
+        return differences(*(results(products(x, *layers), weights) for products in (self.forward, separate)))
 
 
 class JoinedProducts(torch.autograd.Function):

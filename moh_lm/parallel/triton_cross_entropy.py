@@ -16,10 +16,36 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from moh_lm.parallel.cross_entropy import IGNORED, all_reduce, torch_differentiate
+from moh_lm.compared import Compared, differences, leaves, results
+from moh_lm.parallel.cross_entropy import IGNORED, all_reduce, linear_cross_entropy, torch_differentiate
 
 COLUMNS, OPTIONS = 4096, dict(num_warps=8, enable_fp_fusion=True)  # columns and options of one program
-LOSS_TOLERANCE = 1e-4  # largest difference from the torch form, relative to 1 + the loss
+COMPARED_TOKENS = 4096  # the most with which the two forms are compared
+
+
+class FusedLoss(Compared):
+    """``linear_cross_entropy`` by these kernels. group: tensor-parallel group. z_loss: zeta."""
+
+    flag = "--fused-loss"
+
+    def __init__(self, group, z_loss):
+        super().__init__()
+        self.group, self.z_loss = group, z_loss
+
+    def forward(self, x, weight, labels, partition, differentiate=None):
+        """See ``linear_cross_entropy``."""
+        differentiate = differentiate or triton_differentiate
+        return linear_cross_entropy(x, weight, labels, partition, self.group, self.z_loss, differentiate)
+
+    def compare(self, x, weight, labels, partition):
+        """See ``Compared``."""
+        x, weight = leaves(x.flatten(0, -2)[:COMPARED_TOKENS], weight)
+        both = []
+        for differentiate in (triton_differentiate, torch_differentiate):
+            mean, losses = self.forward(x, weight, labels.flatten()[:COMPARED_TOKENS], partition, differentiate)
+            (mean,), gradients = results([mean], [x, weight])
+            both.append(([mean, losses], gradients))
+        return differences(*both)
 
 
 def triton_differentiate(z, labels, partition, group, z_loss, count):
@@ -43,32 +69,6 @@ def triton_differentiate(z, labels, partition, group, z_loss, count):
             z, labels, logsumexp, z.stride(0), width, first, 1 / count, z_loss, IGNORED=IGNORED, **settings
         )
     return (logsumexp - label_logit).masked_fill(labels == IGNORED, 0), logsumexp
-
-
-def compare_with_torch(tokens, dtype, device, partition, group, z_loss):
-    """Return the largest differences between both forms on random logits, as (loss, gradient).
-
-    The difference of the gradients is relative to the largest gradient. Raises RuntimeError if a difference exceeds
-    rounding. All ranks of ``group`` call this together.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(tokens, partition.local_size(), device=device, generator=generator).mul_(4).to(dtype)
-    if partition.padding:
-        logits[:, -partition.padding :] = -torch.inf
-    labels = torch.arange(tokens, device=device) * 7919 % partition.size
-    labels[12::13] = IGNORED
-    kept = logits.clone()
-    exact, _ = torch_differentiate(logits, labels, partition, group, z_loss, tokens)
-    losses, _ = triton_differentiate(kept, labels, partition, group, z_loss, tokens)
-    loss = ((losses - exact).abs() / (1 + exact)).max().item()
-    logits, kept = logits.to(exact.dtype), kept.to(exact.dtype)
-    gradient = ((kept - logits).abs().max() / logits.abs().max()).item()
-    if not (loss <= LOSS_TOLERANCE and gradient <= 2 * torch.finfo(dtype).eps + LOSS_TOLERANCE):
-        raise RuntimeError(
-            f"--fused-loss: its kernels differ from torch on this device, by {loss:.1e} in a loss and {gradient:.1e} "
-            "of the largest gradient; leave the flag out, and report the device and the versions of torch and triton"
-        )
-    return loss, gradient
 
 
 @triton.jit

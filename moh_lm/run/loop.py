@@ -75,8 +75,6 @@ class Run:
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # in each micro-batch
         self.timer = ForwardTimer(self.engine.model, device)
         watchdog.progress()
-        for sentence in self.engine.compare_kernels():
-            log_rank0(sentence)
         watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
@@ -93,6 +91,11 @@ class Run:
         """Open what the steps need, and evaluate the initial model."""
         run, step, dataset = self.config.run, self.state.step, self.state.dataset
         self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
+        samples = run.samples_after(step)
+        self.watchdog.progress(seconds=START)  # in which kernels may be compiled
+        for sentence in self.engine.compare_kernels(lambda: self.loader.read_step(samples)[0]):
+            log_rank0(sentence)
+        self.watchdog.progress()
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
         self.after_save = AfterSave(

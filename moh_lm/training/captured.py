@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from moh_lm.kernels.capture import TOLERANCE, Differs, capture_on_gpu, distance, rounding
+from moh_lm.compared import TOLERANCE, Differs, distance, rounding
+from moh_lm.kernels.capture import capture_on_gpu
 
 
 class Outputs(NamedTuple):

@@ -141,9 +141,11 @@ class Engine:
         self.model.batch.begin(self.dense_warmup, self.micro_batches)
         self.tokens = config.run.batch_at(samples) * config.seq_length  # tokens of all ranks
 
-    def compare_kernels(self):
-        """Compare the requested kernels with torch on this device and return sentences about them. All ranks call it
-        together. Raises RuntimeError if a kernel differs or cannot run."""
+    def compare_kernels(self, first):
+        """Compare the kernels of the run with torch and return sentences about them. All ranks call it together.
+
+        first: a function that returns this rank's first micro-batch. Raises RuntimeError if a kernel differs or cannot
+        run."""
         return []
 
     def train_step(self, micro_batches, learning_rate, check_replicas=False, flags=tuple):

@@ -3,26 +3,23 @@
 Shapes: b batch, s sequence.
 """
 
-import math
-import os
 from dataclasses import replace
 
 import torch
 
-from moh_lm.build import Settings, build_attention, build_model, layer_backends, moving_windows
+from moh_lm.build import Settings, build_model, layer_backends, moving_windows
 from moh_lm.cost.layers import pipeline_costs, stage_bounds
 from moh_lm.model.transformer import DecoderLayer
+from moh_lm.parallel.consensus import from_all_ranks
 from moh_lm.parallel.groups import group_size
-from moh_lm.parallel.layers import even_partition
 from moh_lm.parallel.ulysses import local_shard
 from moh_lm.training.captured import CapturedMicroBatch
 from moh_lm.training.deepspeed.pipeline import PipelineCausalLM
 from moh_lm.training.engine import Engine
+from moh_lm.training.kernel_check import KernelCheck
 from moh_lm.training.sinks import Sinks, with_numbers
 from moh_lm.training.step_check import StepCheck
 from moh_lm.training.step_sums import StepSums
-
-COMPARED_TOKENS = 4096  # the most tokens with which kernels are compared with torch
 
 
 class TextEngine(Engine):
@@ -57,55 +54,26 @@ class TextEngine(Engine):
             fused_projections=run.fused_projections,
         )
 
-    def compare_kernels(self):
-        comparisons = {"--fused-loss": self.compare_loss, "--fused-router": self.compare_routers}
-        run = self.config.run
-        asked = [name for name, is_on in zip(comparisons, (run.fused_loss, run.fused_router), strict=True) if is_on]
-        if asked and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise RuntimeError(f"{asked[0]}: its kernels need a GPU, and this run has none; leave it out")
-        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        found = [f"{name}: compared with torch on {comparisons[name](dtype)}" for name in asked]
-        return found + ([self.compare_graph()] if self.captured else [])
+    def compare_kernels(self, first):
+        check = KernelCheck(self.model)
+        sentences = []
+        if any(from_all_ranks(bool(check.modules))):
+            with check.attached():
+                self.evaluate_rows([first()], self.num_sources)
+            sentences += check.sentences()
+        if self.captured:
+            sentences.append(self.compare_graph(*self.own_part([first()])))
+        return sentences
 
-    def compare_loss(self, dtype):
-        from moh_lm.parallel.triton_cross_entropy import compare_with_torch
-
-        run, group = self.config.run, self.groups.tensor
-        partition = even_partition(0, self.config.model.vocab_size, group)
-        tokens = min(run.micro_batch_size * run.seq_length, COMPARED_TOKENS)
-        loss, gradient = compare_with_torch(tokens, dtype, self.device, partition, group, self.config.optimizer.z_loss)
-        found = f"losses differ by at most {loss:.1e}, gradients by at most {gradient:.1e} of the largest"
-        return f"{tokens:,} tokens: {found}"
-
-    def compare_routers(self, dtype):
-        """Compare a router of each kind, with weights of its own, on a micro-batch of random tokens."""
-        from moh_lm.model.fused_router import compare_with_torch
-
-        model, run, settings = self.config.model, self.config.run, self.settings()
-        ranks = group_size(settings.group) * (settings.context.size() if settings.context else 1)
-        shape = run.seq_length // ranks, run.micro_batch_size, model.hidden_size
-        kinds = {layer._replace(index=0): layer.index for layer in model.gated_layers()}
-        found = []
-        for index in kinds.values():
-            router = build_attention(model, index, settings).router.to(self.device, dtype)
-            found.append(compare_with_torch(router, shape))
-        gate, gradient, others = map(max, zip(*found, strict=True))
-        found = f"gates differ by at most {gate:.1e}, gradients by at most {gradient:.1e} of the largest"
-        return f"{math.prod(shape[:2]):,} tokens: {found}; {others:.2%} of the tokens select other heads"
-
-    def compare_graph(self):
-        """Capture a made-up micro-batch with the shapes of the run, and compare it with an uncaptured one."""
-        run, data, size = self.config.run, self.config.data, self.config.run.micro_batch_size
-        token = torch.arange(size * run.seq_length, device=self.device).view(size, -1)
-        ids = local_shard(token * 7919 % self.config.model.vocab_size, self.groups.context)
-        positions = token % run.seq_length if data.reset_at_documents or data.seq_length_warmup else None
+    def compare_graph(self, batch):
+        """Capture this micro-batch, and compare the graph with an uncaptured one."""
         self.engine.train()
         self.step_check = StepCheck(self.sums, self.guard, self.largest_weight)  # for a step that is never taken
-        self.model.batch.feed([positions], [token[:, 0]])
-        self.captured(ids, ids.roll(-1, 1))
+        self.model.batch.feed([batch.positions], [batch.samples])
+        self.captured(*map(self.on_device, (batch.tokens, batch.labels)))
         loss, gradient = self.captured.differences
         found = f"losses differ by {loss:.1e}, gradients by at most {gradient:.1e} of the largest"
-        return f"--cuda-graph: compared with a micro-batch without a graph: {found}"
+        return f"--cuda-graph: compared without a graph on the first micro-batch: {found}"
 
     def recorders(self):
         """Return the ``MicroBatchParts`` that a micro-batch adds to in its backward pass."""

@@ -15,9 +15,10 @@ from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate
 from moh_lm.cost.summary import describe_attention, describe_configuration, describe_gain, memory_warnings
-from moh_lm.cost.time import against_dense, head_time
+from moh_lm.cost.time import against_dense
 from moh_lm.flags import changes, parse_config
 from moh_lm.kernels import choose, measured
+from moh_lm.kernels.choose import head_time
 
 SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
     --num-active-routed-heads 2 --vocab-size 64 --seq-length 16 --batch-tokens 64 --train-tokens 100M --warmup-iters 4
@@ -123,6 +124,8 @@ def test_a_dry_run_says_what_other_devices_would_do(dry_run):
     assert [dry_run(*PLAN, *of_a_gpu, *named)[0] for named in (["--device-name", "H200"], [])] == [0, 2]
     text = " ".join(dry_run(*PLAN, *more, "H200")[1].split())
     assert "chosen on the H200, by measurements of one that ship with moh_lm" in text
+    text = " ".join(dry_run(*PLAN, *more, "A100")[1].split())
+    assert "chosen on the A100, by measurements made there; without them, dense unless layers are compiled" in text
     code, page = dry_run(*PLAN, *more, "MI300X", "--tensor-parallel-size", "3")
     assert code == 2 and "--tensor-parallel-size 3: needs a multiple of 3 processes, and 64 were started" in page
 
@@ -141,7 +144,7 @@ def test_the_gain_of_a_mixture_is_near_what_an_h200_measured(shared, seconds):
     """LLM-B on 2 x 8,192 tokens, whose dense step took 0.318 s (docs/results.md)."""
     sizes = "--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16 --vocab-size 65536"
     model = parse_config([*sizes.split(), *PLAN])[0].model
-    found = against_dense(model, 8192, Machine(1, 989), head_time(model, shared / 16, 4 / 16))
+    found = against_dense(model, 8192, Machine(1, 989), head_time(shared / 16, 4 / 16))
     assert found == pytest.approx(seconds / 0.318, abs=0.03)
 
 

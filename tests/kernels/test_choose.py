@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moh_lm.build import layer_backends
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_attention
 from moh_lm.flags import parse_config
@@ -71,6 +72,34 @@ def test_an_h200_leaves_out_half_of_the_heads_in_compiled_layers(monkeypatch):
              (2048, 0.5, 7, True): "dense", (512, 0.5, 32, True): "dense"}  # fmt: skip
     for (length, share, batch, compiled), backend in cases.items():
         assert chosen("cuda", torch.bfloat16, length, share, batch, compiled=compiled) == backend
+
+
+def test_the_estimate_is_near_what_was_measured():
+    """Layers of LLM-S on the H200 of measured.json, half of whose heads are shared at 75%, and a quarter at 50%."""
+    (entry,) = (one for one in measured.read() if one.machine == "NVIDIA H200")
+    for length, share, _, ratio in entry.ratios:
+        found = choose.estimated_ratio(length * 768, 4 * 768 * 768, share - 0.25, 0.25)
+        assert found == pytest.approx(ratio, abs=0.05)
+
+
+LLM_S = """--num-layers 2 --hidden-size 768 --num-attention-heads 12 --num-shared-heads 3 --num-active-routed-heads 3
+    --seq-length 2048 --micro-batch-size 8 --precision bf16"""
+
+
+@pytest.mark.parametrize("flags, capability, backend", [
+    ("--compile", (9, 0), "triton"), ("--cuda-graph", (8, 0), "triton"), ("", (9, 0), "dense"),
+    ("--compile --micro-batch-size 7", (9, 0), "dense"), ("--compile --head-selection all", (9, 0), "dense"),
+    ("--compile --seq-length 512 --micro-batch-size 32", (9, 0), "dense"),
+    ("--compile --num-active-routed-heads 6", (9, 0), "dense"), ("--compile", (8, 9), "dense"),
+    ("--compile --precision fp32", (9, 0), "dense"), ("--compile --head-dim 56", (9, 0), "dense"),
+])  # fmt: skip
+def test_a_gpu_without_measurements_goes_by_an_estimate(monkeypatch, flags, capability, backend):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(choose, "TRITON", "installed")
+    config, _ = parse_config([*LLM_S.split(), *flags.split()])
+    assert set(layer_backends(config, torch.device("cuda"))) == {backend}
+    measured.keep(Measurement("here", "cuda", "bfloat16", 0, "", 0, [[512, 1.0, 1.1, 1.1]], []))
+    assert set(layer_backends(config, torch.device("cuda"))) == {"dense"}  # its own figures come first
 
 
 def test_a_run_says_what_auto_takes_or_how_to_measure_it(monkeypatch):

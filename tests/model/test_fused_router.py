@@ -199,14 +199,13 @@ def test_a_run_on_slices_of_sequences_trains_the_same_model(interpreter, data_di
 
 
 def check_comparison():
-    from moh_lm.model.fused_router import compare_with_torch
-
     router = router_of("released", heads=9, shared=4, active=2).float()
-    gate, gradient, others = compare_with_torch(router, (70, 2, 40))
-    assert gate < 1e-5 and gradient < 1e-5 and others == 0
+    x, inputs = torch.randn(70, 2, 40, generator=torch.Generator().manual_seed(0)), RouterInputs()
+    found = router.compare(x, inputs)
+    assert found.outputs < 1e-5 and found.gradients < 1e-5 and found.others == 0
     router.balanced = (2 * router.balanced[0], *router.balanced[1:])
-    with pytest.raises(RuntimeError, match="--fused-router: its kernels differ from torch on this device, by .* leave"):
-        compare_with_torch(router, (70, 2, 40))
+    with pytest.raises(RuntimeError, match="--fused-router: its results differ from torch's .* leave"):
+        router.compare(x, inputs).allowed(router.flag)
 
 
 def test_a_device_on_which_the_kernels_differ_is_named(interpreter):

@@ -115,15 +115,15 @@ def test_an_evaluation_has_losses_and_most_likely_tokens(interpreter):
 def check_comparison():
     from moh_lm.parallel import triton_cross_entropy as kernels
 
-    partition = even_partition(0, 5003, None)
-    for tokens in (1, 40):
-        found = kernels.compare_with_torch(tokens, torch.float32, torch.device("cpu"), partition, None, 0.01)
-        assert max(found) < 1e-5
+    x, weight, labels = make_problem(5003, seed=0)
+    loss, given = kernels.FusedLoss(None, 0.01), (x.float(), weight.float(), labels, even_partition(0, 5003, None))
+    found = loss.compare(*given)
+    assert found.outputs < 1e-5 and found.gradients < 1e-5
     plain = kernels.torch_differentiate
-    differ = "--fused-loss: its kernels differ from torch on this device, by .* leave"
+    differ = "--fused-loss: its results differ from torch's on this device, by .* leave"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=differ):
         patch.setattr(kernels, "torch_differentiate", lambda logits, *others: plain(logits.mul_(1.01), *others))
-        kernels.compare_with_torch(40, torch.float32, torch.device("cpu"), partition, None, 0.01)
+        loss.compare(*given).allowed(loss.flag)
 
 
 def test_a_device_on_which_the_kernels_differ_is_named(interpreter):

@@ -40,7 +40,8 @@ def four_steps(config):
     """What is said at the start, the engine, and what 4 steps leave, with an evaluation after each: their results, and
     every weight, moment and bias."""
     engine = engine_of(config, num_sources=3)
-    said, left = engine.compare_kernels(), []
+    engine.begin(0)
+    said, left = engine.compare_kernels(lambda: next(micro_batches(config, 0, 1))), []
     places = [weight.data_ptr() for weight in engine.model.parameters()]
     for step in range(4):
         engine.begin(step)
@@ -85,7 +86,7 @@ def test_a_captured_run_resumes_through_its_warm_ups(data_dir, tmp_path):
     plain, resumed = (arguments(data_dir, tmp_path / name, *WARMUPS.split()) for name in ("plain", "resumed"))
     run_ranks(run, 1, plain)
     assert run_ranks(run_captured, 1, resumed, 2) == [1]
-    assert run_ranks(run_captured, 1, resumed) == [3]
+    assert run_ranks(run_captured, 1, resumed) == [2]
     assert rows(tmp_path / "resumed") == rows(tmp_path / "plain")
     assert equal(state(tmp_path / "resumed", 7), state(tmp_path / "plain", 7))
 
@@ -117,7 +118,7 @@ def refuse_frozen(tmp_path):
     captured.capture_on_gpu = lambda function: (SimpleNamespace(replay=lambda: None), function())
     config, *_ = parse_config(arguments("data", tmp_path, "--cuda-graph", "true"))
     with pytest.raises(RuntimeError, match="--cuda-graph: a captured micro-batch differs"):
-        engine_of(config).compare_kernels()
+        engine_of(config).compare_kernels(lambda: next(micro_batches(config, 0, 1)))
 
 
 @pytest.mark.parametrize("flags", ["--pipeline-parallel-size 2", "--zero-stage 3", "--window-strategy entropy"])
