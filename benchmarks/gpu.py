@@ -11,11 +11,12 @@
     7  long step   steps of LLM-B at 8,192 tokens, the paper's regime
     8  decoding    a new token against a cache, and of whole models by calls and captured      benchmarks/decode.py
     9  peers       LLM-S against Hugging Face's Llama, both compiled
-    10 medium step LLM-S at 8,192 tokens
-    11 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens
-    12 lengths     attention layers of that shape from 4,096 to 131,072 tokens: prefill (forward), and both passes
-    13 claim       the paper's own claim, which gives no shape: 512 tokens, half of the heads in 0.63 of the time
-    14 save        the layers of LLM-S and LLM-B again
+    10 medium step LLM-S at 8,192 tokens, captured
+    11 long graph  LLM-B at 8,192 tokens, captured
+    12 8B step     four layers of the shape of LLaMA3-8B, 4,096 tokens
+    13 lengths     attention layers of that shape from 4,096 to 131,072 tokens: prefill (forward), and both passes
+    14 claim       the paper's own claim, which gives no shape: 512 tokens, half of the heads in 0.63 of the time
+    15 save        the layers of LLM-S and LLM-B again
 
 From 4 on ``auto`` uses the measured times (measured.json). The last lines say which targets are met (targets.py).
 
@@ -59,6 +60,8 @@ PARTS = {
     "peers": f"{STEP} --shape llm-s --seq-length 2048 --micro-batch-size 8 "
     "--contestants hf-liger-compiled dense-compiled-fused",
     "medium step": f"{STEP} --shape llm-s --seq-length 8192 --micro-batch-size 2 --contestants {GRAPHS}",
+    "long graph": f"{STEP} --shape llm-b --seq-length 8192 --micro-batch-size 2 --contestants "
+    "dense-compiled-fused-captured moh-50-compiled-fused-captured",
     "8B step": f"{STEP} --shape llama3-8b-4-layers --seq-length 4096 --micro-batch-size 2 --contestants {KINDS}",
     "lengths": "attention.py --levels layer --shapes llama3-8b --active 50 --rounds 3 "
     "--lengths 4096 8192 16384 32768 65536 131072",

@@ -24,6 +24,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
     options = checked(step_flags, sys.argv[1:])  # before the imports that take seconds
 
+import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -158,7 +159,7 @@ def make(name, arguments, length, device):
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     if "captured" in ways:
-        model.use_captured(CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device))
+        model.use_captured(CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device, pool()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
 
     def step(tokens):
@@ -169,6 +170,12 @@ def make(name, arguments, length, device):
         return loss.detach()
 
     return step, flops_per_token(config, length)
+
+
+@functools.cache
+def pool():
+    """Return the memory that all captured steps share, since no two of them run at once."""
+    return torch.cuda.graph_pool_handle()
 
 
 def drawn(config, device, **settings):

@@ -27,7 +27,7 @@ class Recording(TorchDispatchMode):
                         kept.detach().copy_(new)
 
 
-def recorded(function, warm_up=None):
+def recorded(function, warm_up=None, pool=None):
     """What ``capture_on_gpu`` returns."""
     if warm_up:
         warm_up()

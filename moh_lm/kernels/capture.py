@@ -9,10 +9,11 @@ import torch
 WARMUPS = 3  # runs in which libraries choose kernels and make allocations that a capture forbids
 
 
-def capture_on_gpu(function, warm_up=None):
+def capture_on_gpu(function, warm_up=None, pool=None):
     """Return a CUDA graph of ``function``, which takes nothing, and what it returned during the capture.
 
-    warm_up: called once before; by default ``function`` runs a few times.
+    warm_up: called once before; by default ``function`` runs a few times. pool: memory that graphs share, each of which
+    overwrites what others have computed on the way to their outputs; by default it has its own.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -24,6 +25,7 @@ def capture_on_gpu(function, warm_up=None):
                 function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the loader's thread pins memory meanwhile
+    # in the thread's mode, since the loader's thread pins memory meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = function()
     return graph, outputs

@@ -38,11 +38,11 @@ class CapturedMicroBatch:
     """Called with tokens and labels, [b, s], in place of ``CausalLM.losses`` in training.
 
     model: ``CausalLM``. recorders: returns the ``MicroBatchParts`` that a pass adds to. differences: (loss, gradient)
-    of the newest graph from an uncaptured run, see ``distance``; None before the first.
+    of the newest graph from an uncaptured run, see ``distance``; None before the first. pool: see ``capture_on_gpu``.
     """
 
-    def __init__(self, model, recorders, device):
-        self.model, self.recorders, self.device = model, recorders, device
+    def __init__(self, model, recorders, device, pool=None):
+        self.model, self.recorders, self.device, self.pool = model, recorders, device, pool
         self.weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.kind = self.inputs = self.graph = self.outputs = self.differences = None
 
@@ -61,7 +61,7 @@ class CapturedMicroBatch:
         """Capture a micro-batch like the ``given`` tensors. Raises ``Differs`` if a replay is not right."""
         self.kind = self.graph = self.outputs = None  # the memory of an older graph is free for the next one
         self.inputs = [None if tensor is None else tensor.to(self.device, copy=True) for tensor in given]
-        self.graph, self.outputs = capture_on_gpu(self.compute)
+        self.graph, self.outputs = capture_on_gpu(self.compute, pool=self.pool)
         self.inputs[0].copy_(self.inputs[0].roll(1, 1))  # a graph that had kept its first tokens would differ
         exact = self.compute()
         self.graph.replay()

@@ -94,7 +94,7 @@ def test_a_captured_run_resumes_through_its_warm_ups(data_dir, tmp_path):
 def run_captured(flags, stop_after=None):
     """The number of graphs of a run by the stand-in."""
     graphs = []
-    captured.capture_on_gpu = lambda *given: graphs.append(recorded(*given)) or graphs[-1]
+    captured.capture_on_gpu = lambda *given, **named: graphs.append(recorded(*given)) or graphs[-1]
     run_checks.graph_problems = lambda config, on_gpu: []  # this machine shows no GPU
     run([*flags, "--cuda-graph"], stop_after)
     return len(graphs)
@@ -115,7 +115,7 @@ def test_a_graph_that_keeps_its_first_tokens_is_refused(tmp_path):
 
 
 def refuse_frozen(tmp_path):
-    captured.capture_on_gpu = lambda function: (SimpleNamespace(replay=lambda: None), function())
+    captured.capture_on_gpu = lambda function, pool: (SimpleNamespace(replay=lambda: None), function())
     config, *_ = parse_config(arguments("data", tmp_path, "--cuda-graph", "true"))
     with pytest.raises(RuntimeError, match="--cuda-graph: a captured micro-batch differs"):
         engine_of(config).compare_kernels(lambda: next(micro_batches(config, 0, 1)))
