@@ -159,7 +159,8 @@ def make(name, arguments, length, device):
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     if "captured" in ways:
-        model.use_captured(CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device, pool()))
+        captured = CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device, pool())
+        model.use_captured(captured)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
 
     def step(tokens):
