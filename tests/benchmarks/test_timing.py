@@ -15,7 +15,7 @@ def gpu(monkeypatch):
     state = SimpleNamespace(captured=0, mode="default")
 
     @contextlib.contextmanager
-    def graph(_, capture_error_mode):
+    def graph(_, pool, capture_error_mode):
         state.captured += 1
         yield
 
