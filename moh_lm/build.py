@@ -131,8 +131,13 @@ def layer_backends(config, device):
         of = model.of_layer(index)
         shape = (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim)
         share = model.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, of.window[index])
-        only = of.position[index] == "cope", model.own_keys(index), run.compile or run.cuda_graph
-        names.append(choose_backend(asked, device, dtype, shape, share, *only, estimate(model, index, run)))
+        facts = {
+            "dense_only": of.position[index] == "cope",
+            "own_keys": model.own_keys(index),
+            "compiled": run.compile or run.cuda_graph,
+            "estimate": estimate(model, index, run),
+        }
+        names.append(choose_backend(asked, device, dtype, shape, share, **facts))
     return tuple(names)
 
 

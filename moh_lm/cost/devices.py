@@ -14,7 +14,7 @@ class Device(NamedTuple):
 
     @property
     def is_estimated(self):
-        return self.name.split()[0] in ("A100", "A800", "H100", "H800", "H200", "B200")
+        return self.name.split()[0] in ("A100", "A800", "H100", "H800", "H200")
 
 
 EFFICIENCY = 0.34  # share of its peak that a GPU reaches; see time.py

@@ -12,7 +12,7 @@ from moh_lm.cost.devices import Machine, known_device
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, step_seconds
-from moh_lm.kernels.choose import head_time, measured_ratio
+from moh_lm.kernels.choose import head_time, is_estimated, measured_ratio
 from moh_lm.kernels.measured import MEASURED, machine, measurement
 from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
@@ -119,7 +119,8 @@ def describe_attention(config, named=None):
     if found:
         yield f"attention  auto: {chosen}, as measured on {found.machine}"
     else:
-        by = "as estimated from layers on one H200, because" if "triton" in backends else "because"
+        estimated = is_estimated(device, dtype) and (run.compile or run.cuda_graph)
+        by = "as estimated from layers on one H200, because" if estimated else "because"
         flags = f"--dtype {str(dtype).removeprefix('torch.')}"
         flags += f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
         yield f"attention  auto: {chosen}, {by} there is no measurement of {machine(device)} with {flags};"

@@ -12,8 +12,8 @@ WARMUPS = 3  # runs in which libraries choose kernels and make allocations that 
 def capture_on_gpu(function, warm_up=None, pool=None):
     """Return a CUDA graph of ``function``, which takes nothing, and what it returned during the capture.
 
-    warm_up: called once before; by default ``function`` runs a few times. pool: memory that graphs share, each of which
-    overwrites what others have computed on the way to their outputs; by default it has its own.
+    warm_up: called once before; by default ``function`` runs a few times. pool: memory that graphs share; a replay may
+    overwrite the outputs of graphs that were captured later. By default the graph has its own.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -7,11 +7,11 @@ measure attention sinks, entropies and the head report.
 
 from copy import copy
 
-from moh_lm.compared import Compared, differences, leaves, results
-from moh_lm.kernels.gated_attention import TRITON, gated_attention
-from moh_lm.kernels.masks import apply_window
+import torch
 
-COMPARED_POSITIONS = 4096  # the most that dense attention computes for a comparison
+from moh_lm.compared import COMPARED_TOKENS, Compared, differences, leaves, results
+from moh_lm.kernels.gated_attention import TRITON, gated_attention, needs_no_kernel
+from moh_lm.kernels.masks import apply_window
 
 
 class CoreAttention(Compared):
@@ -50,16 +50,25 @@ class CoreAttention(Compared):
         return apply_window(mask, self.window, query, masked=self.backend is None)
 
     def compare(self, query, key, value, gates=None, selected=None, mask=None):
-        """See ``Compared``. Dense attention computes only the first positions, which see no later ones."""
-        first, plain = slice(COMPARED_POSITIONS), copy(self)
-        plain.backend = None
-        whole = leaves(query, key, value, gates)
-        part = leaves(*(None if tensor is None else tensor[first] for tensor in whole))
-        inputs, exact_inputs = ([tensor for tensor in some if tensor is not None] for some in (whole, part))
-        outputs, gradients = results([self.forward(*whole, selected, mask)[first]], inputs)
-        selected, mask = None if selected is None else selected[first], mask and mask.first(COMPARED_POSITIONS)
-        exact = results([plain.forward(*part, selected, mask)], exact_inputs)
-        return differences((outputs, [gradient[first] for gradient in gradients]), exact, dtype=query.dtype)
+        """See ``Compared``. Dense attention computes only the first positions, which see no later ones, in fp32 and in
+        the dtype of the run."""
+        if needs_no_kernel(self.visible(query, key, mask), selected, self.num_shared, query.shape[2]):
+            return None
+        first, dense, wide = slice(COMPARED_TOKENS), copy(self), torch.promote_types(query.dtype, torch.float32)
+        dense.backend = None
+        given = query, key, value, *([] if gates is None else [gates])
+        inputs = leaves(*given)
+        outputs, gradients = results([self.on(inputs, selected, mask)[first]], inputs)
+        selected, mask = None if selected is None else selected[first], mask and mask.first(COMPARED_TOKENS)
+        exact, plain = (leaves(*(part[first].to(dtype or part.dtype) for part in given)) for dtype in (wide, None))
+        exact, plain = (results([dense.on(inputs, selected, mask)], inputs) for inputs in (exact, plain))
+        found = outputs, [gradient[first] for gradient in gradients]
+        return differences(found, exact, plain=plain, dtype=query.dtype)
+
+    def on(self, inputs, selected, mask):
+        """Return ``forward`` of (query, key, value) or (query, key, value, gates)."""
+        query, key, value, gates = (*inputs, None)[:4]
+        return self.forward(query, key, value, gates, selected, mask)
 
     def added_to_cache(self, query, keys, lengths):
         """Return what is added to the scores of queries on a cache, [b, h, T], or None; see ``decode_attention``."""

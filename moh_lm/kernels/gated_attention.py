@@ -64,7 +64,7 @@ def gated_attention(
     own_keys: whether a head sees only the tokens that use it.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
-    if backend is None or (mask is None and (selected is None or num_shared == heads)):
+    if backend is None or needs_no_kernel(mask, selected, num_shared, heads):
         if selected is not None:
             selected = always_on(selected, num_shared)
             gates = selected if gates is None else gates * selected
@@ -86,6 +86,11 @@ def gated_attention(
     key, value = (part.split([groups, kv_heads - groups], dim=2) for part in (key, value))
     routed = sparse(query[1], key[1], value[1], gates[1], selected[1])
     return torch.cat((dense_heads(query[0], key[0], value[0], gates[0]), routed), dim=2)
+
+
+def needs_no_kernel(mask, selected, num_shared, heads):
+    """Return whether all tokens use all heads and see all earlier tokens, so that every backend computes densely."""
+    return mask is None and (selected is None or num_shared == heads)
 
 
 def always_on(selected, num_shared):

@@ -49,13 +49,16 @@ class FusedRouter(HeadRouter, Compared):
     def compare(self, x, inputs, replay=None):
         """See ``Compared``. Both forms compute the gates of the experts that the kernels select."""
         (x,) = leaves(x)
-        weights, others = [x, *self.parameters()], 0.0
+        others, both = 0.0, []
         fused, exact = self.forward(x, inputs, replay), HeadRouter.forward(self, x, inputs, replay)
         if fused.selection is not None:
             others = (exact.selection != fused.selection).any(-1).double().mean().item()
             same = SelectionReplay(fused.selection.new_ones((), dtype=torch.bool), fused.selection)
             exact = HeadRouter.forward(self, x, inputs, same)
-        return differences(*(results([one.gates, one.loss], weights) for one in (fused, exact)), others)
+        for form in fused, exact:
+            outputs, (dx, *of_weights) = results([form.gates, form.loss], [x, *self.parameters()])
+            both.append((outputs, [dx, torch.cat(of_weights)]))  # together, as one of them may be nothing but rounding
+        return differences(*both, others, x[..., 0].numel())
 
     def whole_weights(self):
         """Return W_s, W_r and W_h, each None where there is none; their gradients are summed over the ranks."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.compared import Compared, differences, leaves, results
+from moh_lm.compared import COMPARED_TOKENS, Compared, differences, leaves, results
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.mappings import replicate, scatter_sum
 
@@ -136,7 +136,7 @@ class Joined(Compared):
 
     def compare(self, x, *layers):
         """See ``Compared``."""
-        (x,) = leaves(x)
+        (x,) = leaves(x[:COMPARED_TOKENS])
         weights = [x, *(layer.weight for layer in layers)]
         return differences(*(results(products(x, *layers), weights) for products in (self.forward, separate)))
 

@@ -16,11 +16,10 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from moh_lm.compared import Compared, differences, leaves, results
+from moh_lm.compared import COMPARED_TOKENS, Compared, differences, leaves, results
 from moh_lm.parallel.cross_entropy import IGNORED, all_reduce, linear_cross_entropy, torch_differentiate
 
 COLUMNS, OPTIONS = 4096, dict(num_warps=8, enable_fp_fusion=True)  # columns and options of one program
-COMPARED_TOKENS = 4096  # the most with which the two forms are compared
 
 
 class FusedLoss(Compared):

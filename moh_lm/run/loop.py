@@ -32,7 +32,7 @@ from moh_lm.training.guard import BadNumbers
 from moh_lm.training.incidents import report
 from moh_lm.training.schedule import learning_rate
 
-START = 300  # seconds for imports and building the engine, besides --hang-timeout
+START = 300  # seconds for imports, for building the engine, and for compiling kernels, besides --hang-timeout
 
 
 def run_steps(task, config, dataset, device, stop, watchdog):
@@ -75,7 +75,6 @@ class Run:
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # in each micro-batch
         self.timer = ForwardTimer(self.engine.model, device)
         watchdog.progress()
-        watchdog.limit_groups()
         self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
         self.announcer = Announcer()
@@ -92,9 +91,10 @@ class Run:
         run, step, dataset = self.config.run, self.state.step, self.state.dataset
         self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
         samples = run.samples_after(step)
-        self.watchdog.progress(seconds=START)  # in which kernels may be compiled
+        self.watchdog.progress(seconds=START)
         for sentence in self.engine.compare_kernels(lambda: self.loader.read_step(samples)[0]):
             log_rank0(sentence)
+        self.watchdog.limit_groups()
         self.watchdog.progress()
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)

@@ -5,20 +5,36 @@ the inputs to both forms of the module. A difference beyond rounding ends the ru
 """
 
 import contextlib
+import socket
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from moh_lm.compared import Compared, Differences
+from moh_lm.compared import Compared, Differences, Differs
 from moh_lm.model.block import modules_of
 from moh_lm.parallel.consensus import from_all_ranks
 
 
+class Worst(NamedTuple):
+    """differences: the largest of any module. excess, place: of the module with the largest excess."""
+
+    differences: Differences
+    excess: float
+    place: str
+
+    def and_also(self, other):
+        differences = Differences(*map(max, zip(self.differences, other.differences, strict=True)))
+        return Worst(differences, *max(self[1:], other[1:]))
+
+
 class KernelCheck:
-    """The largest ``Differences`` of the modules of this pipeline stage, by their flags."""
+    """The ``Worst`` of the modules of this pipeline stage, by their flags."""
 
     def __init__(self, model):
         self.batch, self.blocks = model.batch, modules_of(model)
-        self.modules = [module for module in modules_of(model, Compared) if module.flag]
+        named = model.named_modules()
+        self.modules = [(name, module) for name, module in named if isinstance(module, Compared) and module.flag]
         self.found = {}
 
     @contextlib.contextmanager
@@ -28,22 +44,30 @@ class KernelCheck:
         with contextlib.ExitStack() as stack:
             for block in self.blocks:
                 stack.enter_context(block.uncompiled())
-            for module in self.modules:
-                stack.enter_context(module.register_forward_pre_hook(self.compare))
+            for name, module in self.modules:
+                stack.enter_context(module.register_forward_pre_hook(partial(self.compare, name)))
             dense_warmup, micro_batches = self.batch.kind()
             stack.callback(self.batch.begin, dense_warmup, micro_batches)
             self.batch.begin(False, micro_batches)
             yield
 
-    def compare(self, module, inputs):
+    def compare(self, name, module, inputs):
+        module.train()  # as it will be in the steps
         with torch.enable_grad():
             found = module.compare(*inputs)
-        worst = zip(found, self.found.get(module.flag, found), strict=True)
-        self.found[module.flag] = Differences(*map(max, worst))
+        module.eval()
+        if found is not None:
+            worst = Worst(found, found.excess, f"{name} on {socket.gethostname()}")
+            self.found[module.flag] = worst.and_also(self.found.get(module.flag, worst))
 
     def sentences(self):
         """Return a sentence for each flag of any rank. All ranks call it together. Raises ``Differs``."""
         of_ranks = from_all_ranks(self.found)
         for flag in sorted({flag for found in of_ranks for flag in found}):
-            worst = Differences(*map(max, zip(*(found[flag] for found in of_ranks if flag in found), strict=True)))
-            yield f"{flag}: compared with torch on the first micro-batch: {worst.allowed(flag)}"
+            ranks = [(rank, found[flag]) for rank, found in enumerate(of_ranks) if flag in found]
+            rank, worst = max(ranks, key=lambda pair: pair[1].excess)
+            if not worst.excess <= 1:
+                raise Differs(flag, f"rank {rank}, {worst.place}, does not compute what torch does", worst.differences)
+            for _, other in ranks:
+                worst = worst.and_also(other)
+            yield f"{flag}: compared with torch on the first micro-batch: {worst.differences}"

@@ -6,11 +6,13 @@ Shapes: b batch, s sequence.
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from moh_lm.build import Settings, build_model, layer_backends, moving_windows
+from moh_lm.compared import Differs
 from moh_lm.cost.layers import pipeline_costs, stage_bounds
 from moh_lm.model.transformer import DecoderLayer
-from moh_lm.parallel.consensus import from_all_ranks
+from moh_lm.parallel.consensus import from_all_ranks, problems_of_all_ranks
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.ulysses import local_shard
 from moh_lm.training.captured import CapturedMicroBatch
@@ -55,14 +57,15 @@ class TextEngine(Engine):
         )
 
     def compare_kernels(self, first):
-        check = KernelCheck(self.model)
-        sentences = []
-        if any(from_all_ranks(bool(check.modules))):
+        check, sentences = KernelCheck(self.model), []
+        checks = any(from_all_ranks(bool(check.modules)))
+        batch = first() if checks or self.captured else None
+        if checks:
             with check.attached():
-                self.evaluate_rows([first()], self.num_sources)
+                self.evaluate_rows([batch], self.num_sources)
             sentences += check.sentences()
         if self.captured:
-            sentences.append(self.compare_graph(*self.own_part([first()])))
+            sentences.append(self.compare_graph(*self.own_part([batch])))
         return sentences
 
     def compare_graph(self, batch):
@@ -70,9 +73,15 @@ class TextEngine(Engine):
         self.engine.train()
         self.step_check = StepCheck(self.sums, self.guard, self.largest_weight)  # for a step that is never taken
         self.model.batch.feed([batch.positions], [batch.samples])
-        self.captured(*map(self.on_device, (batch.tokens, batch.labels)))
+        problems = []
+        try:
+            self.captured(*map(self.on_device, (batch.tokens, batch.labels)))
+        except Differs as error:
+            problems.append(f"rank {dist.get_rank()}: {error}")
+        if problems := problems_of_all_ranks(problems):
+            raise RuntimeError("\n".join(problems))
         loss, gradient = self.captured.differences
-        found = f"losses differ by {loss:.1e}, gradients by at most {gradient:.1e} of the largest"
+        found = f"losses differ by {loss:.1e}, gradients by {gradient:.1e}"
         return f"--cuda-graph: compared without a graph on the first micro-batch: {found}"
 
     def recorders(self):

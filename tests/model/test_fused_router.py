@@ -204,9 +204,10 @@ def check_comparison():
     found = router.compare(x, inputs)
     assert found.outputs < 1e-5 and found.gradients < 1e-5 and found.others == 0
     router.balanced = (2 * router.balanced[0], *router.balanced[1:])
-    with pytest.raises(RuntimeError, match="--fused-router: its results differ from torch's .* leave"):
-        router.compare(x, inputs).allowed(router.flag)
+    assert router.compare(x, inputs).excess > 1
+    router = router_of("released", heads=8, shared=4, active=2, kv=2, unit="head_in_group").float()
+    assert router.compare(x, inputs).excess <= 1  # one of two experts in each group, whose gate is always 1
 
 
-def test_a_device_on_which_the_kernels_differ_is_named(interpreter):
+def test_a_comparison_with_torch_finds_another_loss(interpreter):
     interpreter(check_comparison)

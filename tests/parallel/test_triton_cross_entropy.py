@@ -120,13 +120,12 @@ def check_comparison():
     found = loss.compare(*given)
     assert found.outputs < 1e-5 and found.gradients < 1e-5
     plain = kernels.torch_differentiate
-    differ = "--fused-loss: its results differ from torch's on this device, by .* leave"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=differ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "torch_differentiate", lambda logits, *others: plain(logits.mul_(1.01), *others))
-        loss.compare(*given).allowed(loss.flag)
+        assert loss.compare(*given).excess > 1
 
 
-def test_a_device_on_which_the_kernels_differ_is_named(interpreter):
+def test_a_comparison_with_torch_finds_other_logits(interpreter):
     interpreter(check_comparison)
 
 
