@@ -56,7 +56,7 @@ def refuse_excess(module, *inputs):
     """Return the ``Differences`` of a ``Compared`` module, or raise ``Differs``."""
     found = module.compare(*inputs)
     if not found.excess <= 1:
-        raise Differs(module.flag, "does not compute what torch does", found)
+        raise Differs.of(module.flag, "does not compute what torch does", found)
     return found
 
 

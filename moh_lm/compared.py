@@ -16,12 +16,14 @@ COMPARED_TOKENS = 4096  # the most that are compared, of a sequence or of all
 
 
 class Differs(RuntimeError):
-    """The form requested by ``flag`` differs from the plain one. what, found: in words."""
+    """A form does not compute what the plain one does."""
 
-    def __init__(self, flag, what, found):
+    @classmethod
+    def of(cls, flag, what, found):
+        """Return the error about the form requested by ``flag``. what, found: in words."""
         remedy = "choose --attention-backend dense" if "backend" in flag else "leave the flag out"
         report = "report the device and the versions of torch and triton"
-        super().__init__(f"{flag}: {what}: {found}; {remedy}, and {report}")
+        return cls(f"{flag}: {what}: {found}; {remedy}, and {report}")
 
 
 class Differences(NamedTuple):

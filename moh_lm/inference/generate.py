@@ -61,7 +61,7 @@ class CapturedStep:
         found = distance(logits, exact)
         if not found <= rounding(exact.dtype):
             what = "a captured step differs from one without a graph"
-            raise Differs("--cuda-graph", what, f"logits differ by {found:.1e}")
+            raise Differs.of("--cuda-graph", what, f"logits differ by {found:.1e}")
         self.restore(tokens, *others)
 
     def step_from(self, *values):

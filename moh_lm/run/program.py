@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
 from moh_lm.checks.idle import idle_flags
 from moh_lm.cli.output import Output
+from moh_lm.compared import Differs
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.data.files import ShardError
@@ -65,7 +66,7 @@ def run_task(given, task):
     except ConfigError as error:
         code, problems, speaker = WRONG, error.problems, error.local_rank
         alone = not (given.dry_run or dist.is_initialized() or isinstance(error, RendezvousError))
-    except (NonFiniteState, BadNumbers) as error:
+    except (NonFiniteState, BadNumbers, Differs) as error:
         code, problems = BROKEN, str(error).splitlines()
     except CheckpointError as error:
         code, problems = NOT_WRITTEN, error.problems
@@ -97,7 +98,7 @@ def train(task, config, dataset, device):
     watchdog = Watchdog(config.reliability.hang_timeout, config.program)
     try:
         return run_steps(task, config, dataset, device, stop, watchdog)
-    except (ConfigError, CheckpointError, BadNumbers):
+    except (ConfigError, CheckpointError, BadNumbers, Differs):
         raise
     except ShardError as error:  # found by the rank that reads the shard; the others see that rank leave
         remedy = "" if "; " in str(error) else "; restore the file"

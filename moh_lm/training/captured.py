@@ -68,7 +68,7 @@ class CapturedMicroBatch:
         self.differences = loss, gradient = differences(self.outputs, exact)
         if not (loss <= TOLERANCE and gradient <= rounding(self.weights[0].dtype)):
             what = "a captured micro-batch differs from one without a graph"
-            raise Differs("--cuda-graph", what, f"losses differ by {loss:.1e}, gradients by {gradient:.1e}")
+            raise Differs.of("--cuda-graph", what, f"losses differ by {loss:.1e}, gradients by {gradient:.1e}")
 
     def compute(self):
         """Run the micro-batch of ``inputs`` and return its ``Outputs``; ``recorders`` are left empty."""

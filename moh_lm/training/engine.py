@@ -144,8 +144,7 @@ class Engine:
     def compare_kernels(self, first):
         """Compare the kernels of the run with torch and return sentences about them. All ranks call it together.
 
-        first: a function that returns this rank's first micro-batch. Raises RuntimeError if a kernel differs or cannot
-        run."""
+        first: a function that returns this rank's first micro-batch. Raises ``Differs`` on all ranks."""
         return []
 
     def train_step(self, micro_batches, learning_rate, check_replicas=False, flags=tuple):

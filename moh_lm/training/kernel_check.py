@@ -67,7 +67,8 @@ class KernelCheck:
             ranks = [(rank, found[flag]) for rank, found in enumerate(of_ranks) if flag in found]
             rank, worst = max(ranks, key=lambda pair: pair[1].excess)
             if not worst.excess <= 1:
-                raise Differs(flag, f"rank {rank}, {worst.place}, does not compute what torch does", worst.differences)
+                what = f"rank {rank}, {worst.place}, does not compute what torch does"
+                raise Differs.of(flag, what, worst.differences)
             for _, other in ranks:
                 worst = worst.and_also(other)
             yield f"{flag}: compared with torch on the first micro-batch: {worst.differences}"

@@ -79,7 +79,7 @@ class TextEngine(Engine):
         except Differs as error:
             problems.append(f"rank {dist.get_rank()}: {error}")
         if problems := problems_of_all_ranks(problems):
-            raise RuntimeError("\n".join(problems))
+            raise Differs("\n".join(problems))
         loss, gradient = self.captured.differences
         found = f"losses differ by {loss:.1e}, gradients by {gradient:.1e}"
         return f"--cuda-graph: compared without a graph on the first micro-batch: {found}"
