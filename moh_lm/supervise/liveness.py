@@ -1,10 +1,12 @@
 """The liveness check finds the ranks that still answer, so that a machine that died or froze is named.
 
 Each rank has a thread that waits for calls in the store of the process group, with a connection of its own. A rank that
-fails calls all others. A rank that does not answer within seconds is dead, or stopped together with its machine; a rank
-whose training merely hangs still answers. If the store itself does not answer, the machine of rank 0 is lost, because
-the store is there. The result of the first check is kept, because ranks that answered may have exited before the next
-one.
+does not answer a call within seconds is dead, or stopped together with its machine; a rank whose training merely hangs
+still answers. If the store itself does not answer, the machine of rank 0 is lost, because the store is there.
+
+In a hang all ranks ask at once. The first one calls all others, and those that ask meanwhile wait for what it finds, so
+that the store serves a number of requests in proportion to the ranks. A finding that names ranks is kept, because ranks
+that answered may have exited before the next call.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from moh_lm.supervise.secret import SignedStore
 
 NEVER = timedelta(days=365)
 CONNECT_TIMEOUT = timedelta(seconds=30)
+UNKNOWN = "it could not be determined which ranks still answer"
 
 
 class LivenessCheck:
@@ -27,7 +30,7 @@ class LivenessCheck:
     rank]."""
 
     def __init__(self, name, hosts):
-        self.rank, self.hosts = dist.get_rank(), hosts
+        self.name, self.rank, self.hosts = name, dist.get_rank(), hosts
         try:
             self.waiting, self.calling = connect(name), connect(name)  # the first one blocks while it waits
         except (KeyError, RuntimeError):  # another kind of rendezvous: nothing can be checked
@@ -48,39 +51,43 @@ class LivenessCheck:
 
     def unresponsive(self, seconds):
         """Return a text that names the ranks that do not answer within ``seconds``, "" if there are none or if this
-        cannot be determined."""
+        kind of rendezvous cannot tell, or UNKNOWN if the store answers, but not in time."""
         if self.calling is None or len(self.hosts) == 1:
             return ""
-        found = []
-        thread = threading.Thread(target=lambda: found.append(self.call(seconds)), daemon=True)
-        thread.start()
-        thread.join(seconds + 1)
-        return found[0] if found else self.without_store()
+        found = within(seconds + 1, lambda: self.find(seconds))
+        if found is not None:
+            return found
+        answers = within(seconds, lambda: connect(self.name).store.num_keys()) is not None
+        return UNKNOWN if answers else f"no answer from the machine of rank 0 ({self.hosts[0]})"
 
-    def call(self, seconds):
-        """Do the same, provided that the store answers."""
-        try:
-            if found := self.calling.read("found"):
-                return found
-            call = f"call {self.calling.store.add('calls', 1)}"
-            for rank in range(len(self.hosts)):
-                self.summon(rank, call)
-            deadline = time.monotonic() + seconds
-            missing = list(range(len(self.hosts)))
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if self.calling.read(f"{call}/{rank}") is None]
-                time.sleep(0.1)
-            words = f"no answer from {describe(missing, self.hosts)}" if missing else ""
-            return self.calling.set_if_absent("found", words) if words else ""
-        except RuntimeError:
-            return self.without_store()
+    def find(self, seconds):
+        """Call all ranks, or wait for the finding of the rank that is already calling them."""
+        call, me = self.calling.read("ended") or "0", str(self.rank)
+        if self.calling.set_if_absent(f"caller {call}", me) == me:
+            found = self.call(f"call {call}", seconds)
+            self.calling.set(f"found {call}", found)
+            if not found:
+                self.calling.set("ended", str(int(call) + 1))
+            return found
+        self.calling.store.wait([f"found {call}"], timedelta(seconds=seconds + 1))
+        while (found := self.calling.read(f"found {call}")) is None:  # a stranger wrote this key first
+            time.sleep(0.1)
+        return found
+
+    def call(self, call, seconds):
+        """Call all ranks, and return the text that names those that do not answer."""
+        for rank in range(len(self.hosts)):
+            self.summon(rank, call)
+        deadline = time.monotonic() + seconds
+        missing = list(range(len(self.hosts)))
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.5)  # the other ranks of a hang ask meanwhile
+            missing = [rank for rank in missing if self.calling.read(f"{call}/{rank}") is None]
+        return f"no answer from {describe(missing, self.hosts)}" if missing else ""
 
     def summon(self, rank, call):
         number = self.calling.store.add(f"{rank} was called", 1)
         self.calling.set(f"{rank}/{number}", call)
-
-    def without_store(self):
-        return f"no answer from the machine of rank 0 ({self.hosts[0]})"
 
     def end(self):
         """End this rank's thread."""
@@ -97,6 +104,20 @@ def connect(name):
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
     return SignedStore(f"liveness/{name}", store)
+
+
+def within(seconds, work):
+    """Return what ``work()`` returns, or None if it takes longer than ``seconds`` or the store is gone."""
+    found = []
+
+    def run():
+        with contextlib.suppress(RuntimeError):
+            found.append(work())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 def describe(ranks, hosts):

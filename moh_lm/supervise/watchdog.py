@@ -20,7 +20,7 @@ import time
 
 import torch.distributed as dist
 
-from moh_lm.supervise.liveness import LivenessCheck
+from moh_lm.supervise.liveness import UNKNOWN, LivenessCheck
 from moh_lm.supervise.local_ranks import introduce, local_ranks, process_state
 from moh_lm.supervise.stuck_launcher import end_stuck_launcher
 from moh_lm.training.deepspeed.process_groups import open_groups, set_timeout
@@ -89,7 +89,7 @@ class Watchdog:
         return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
 
     def report_unresponsive(self):
-        """After an error: print which ranks died or do not answer; returns whether there are any.
+        """After an error: print which ranks died or do not answer; returns whether any are known.
 
         An error may arrive before the process that caused it is gone, so this looks for dead local ranks for a while.
         """
@@ -102,7 +102,7 @@ class Watchdog:
         if found:
             print(f"{self.program}: {found}; rank {self.rank} cannot continue", file=sys.stderr, flush=True)
             end_stuck_launcher()
-        return bool(found)
+        return found not in ("", UNKNOWN)
 
     def stopped(self):
         """Wake the local ranks that were stopped by a signal; returns a text that names them."""
