@@ -71,14 +71,13 @@ def address_of(fragment):
 def write_safetensors(path, tensors, metadata, progress=lambda: None):
     """Write and hash ``tensors``, of ``DTYPES``, in the safetensors format. Returns the entry for the manifest.
 
-    Format: u64 length of the header, JSON header, the tensors end to end. ``progress`` is called after each tensor.
+    Format: u64 length of the header, JSON header, the tensors end to end. ``progress`` is called after each block.
     """
     described = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
-    with HashedFile(path) as file:
+    with HashedFile(path, progress) as file:
         file.write(safetensors_header(described, metadata))
         for tensor in tensors.values():
             file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
-            progress()
     return file.entry
 
 

@@ -17,6 +17,7 @@ from moh_lm.data.files import read_json, write_json
 from moh_lm.parsing import open_at_once
 
 BLOCK_BYTES = 1 << 22
+FLUSH_BYTES = 64 * BLOCK_BYTES  # written at most before they are flushed to the disk, which takes seconds
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 NO_SUCH_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors say nothing about it
 
@@ -24,11 +25,13 @@ NO_SUCH_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # oth
 class HashedFile:
     """A new file that hashes what is written: ``with HashedFile(path) as file: file.write(data)``; then ``.entry``.
 
-    The file is on the disk when the ``with`` block ends. Raises OSError with the path, such as ENOSPC.
+    The file is on the disk when the ``with`` block ends. ``progress`` is called after each block. Raises OSError with
+    the path, such as ENOSPC.
     """
 
-    def __init__(self, path):
+    def __init__(self, path, progress=lambda: None):
         self.path = path
+        self.progress = progress
         self.hashes = []  # one for each block
         self.size = 0
 
@@ -53,11 +56,14 @@ class HashedFile:
                 self.hashes.append(hashlib.sha256())
             try:
                 written = self.file.write(view[: BLOCK_BYTES - used])
+                self.size += written
+                if self.size % FLUSH_BYTES == 0:
+                    os.fsync(self.file.fileno())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             self.hashes[-1].update(view[:written])
-            self.size += written
             view = view[written:]
+            self.progress()
 
 
 def describe(path, progress=lambda: None):

@@ -40,6 +40,7 @@ from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.consensus import all_ranks_or_raise, from_all_ranks, on_rank_zero, problems_of_all_ranks
 
 FILE_OVERHEAD = 1 << 20  # generous limit for a rank's bytes besides its tensors and the tokenizer
+ROUND_S = 1  # seconds after which ranks that wait for the files of others tell each other how far they are
 
 
 class CheckpointError(Exception):
@@ -92,11 +93,11 @@ class Saver:
         tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
         self.pending = Writing(
             temporary,
+            self.progress,
             self.snapshot(tensors) if self.background else tensors,
             metadata_of(fragments),
             rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
             need,
-            self.progress,
         )
         self.stall = time.perf_counter() - self.started
         if not self.background:
@@ -121,7 +122,7 @@ class Saver:
         if self.pending is None:
             return None
         written, self.pending = self.pending, None
-        written.join()
+        self.wait(written)
         entries = {name: entry for part in from_all_ranks(written.entries) for name, entry in part.items()}
         problems = problems_of_all_ranks(written.problems)
         final = written.directory.with_suffix("")
@@ -141,6 +142,16 @@ class Saver:
             }
             self.on_saved(step_number(final), final, facts)
         return final
+
+    def wait(self, writing):
+        """Wait until no rank writes any more, and report progress as long as any rank makes some."""
+        before, ranks = None, [(True, 0)]
+        while any(alive for alive, _ in ranks):
+            writing.join(ROUND_S)
+            ranks = from_all_ranks((writing.is_alive(), writing.blocks))
+            if ranks != before:
+                self.progress()
+            before = ranks
 
     def commit(self, temporary, final, entries):
         """Write the manifest, rename, update ``latest`` and remove old steps. Returns problems. Rank 0 only."""

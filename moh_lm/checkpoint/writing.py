@@ -13,18 +13,26 @@ from moh_lm.data.shards import tokenizer_files
 
 
 class Writing(threading.Thread):
-    """Writes one rank's files of a step. Afterwards it has ``entries`` for the manifest, or ``problems``."""
+    """Writes one rank's files of a step. Afterwards it has ``entries`` for the manifest, or ``problems``.
 
-    def __init__(self, directory, *work):
+    progress: called after each of the ``blocks`` that have been written.
+    """
+
+    def __init__(self, directory, progress, *work):
         super().__init__(target=self.write, args=work, daemon=True)  # a dying run does not wait for an unfinished step
-        self.directory = directory
+        self.directory, self.progress = directory, progress
         self.entries, self.problems = {}, []
+        self.blocks = 0
         self.start()
 
-    def write(self, tensors, metadata, texts, need, progress):
+    def advance(self):
+        self.blocks += 1
+        self.progress()
+
+    def write(self, tensors, metadata, texts, need):
         name = f"rank-{dist.get_rank()}.safetensors"
         try:
-            self.entries[name] = write_safetensors(self.directory / name, tensors, metadata, progress)
+            self.entries[name] = write_safetensors(self.directory / name, tensors, metadata, self.advance)
             for text_name, content in texts.items():
                 with HashedFile(self.directory / text_name) as file:
                     file.write(content)

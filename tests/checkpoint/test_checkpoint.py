@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import random
 import resource
 import signal
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moh_lm.checkpoint import fragments, saver, writing
+from moh_lm.checkpoint import fragments, manifest, saver, writing
 from moh_lm.checkpoint.directory import list_steps, outdated, remove_leftovers
 from moh_lm.checkpoint.fragments import Fragment, FragmentReader, write_safetensors
-from moh_lm.checkpoint.manifest import describe, verify
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config
 from moh_lm.parallel.layers import Partition, make_parameter
@@ -295,3 +298,21 @@ def test_a_background_save_holds_the_values_of_its_step(tmp_path):
     for step in (1, 2, 3):
         assert verify(tmp_path / f"step-{step}") == []
         assert (FragmentReader(tmp_path / f"step-{step}").read("master", "w") == step).all()
+
+
+def test_a_long_file_is_flushed_in_parts_that_report_progress(tmp_path, monkeypatch):
+    path, flushed, reported = tmp_path / "long", [], []
+    monkeypatch.setattr(manifest, "FLUSH_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
+    with HashedFile(path, lambda: reported.append(len(flushed))) as file:
+        file.write(bytes(5 * BLOCK_BYTES))
+    assert max(stop - start for start, stop in pairwise([0, *flushed])) == 2 * BLOCK_BYTES
+    assert reported == [0, 1, 1, 2, 2]
+
+
+def test_waiting_for_other_ranks_is_progress_while_they_write(monkeypatch):
+    other, reported = [(True, 1), (True, 2), (True, 2), (True, 2), (False, 3)], []
+    monkeypatch.setattr(saver, "from_all_ranks", lambda own: [own, other.pop(0)])
+    here = SimpleNamespace(progress=lambda: reported.append(len(other)))
+    Saver.wait(here, SimpleNamespace(join=lambda seconds: None, is_alive=lambda: False, blocks=1))
+    assert reported == [4, 3, 0]
