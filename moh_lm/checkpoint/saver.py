@@ -60,19 +60,21 @@ class Saver:
 
     keep_last: number of newest intact steps to keep; 0 keeps all. keep_every: steps divisible by it are kept forever;
     0: none. background: write while training continues. verified: steps known to be intact. on_saved: called on rank 0
-    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. progress: called while files are written.
+    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. on_failed: called with the problems of a
+    save after which the run continues. progress: called while files are written.
     """
 
     def __init__(
         self, directory, *, keep_last=0, keep_every=0, background=False, verified=(), on_saved=lambda *_: None,
-        progress=lambda *_: None,
+        on_failed=lambda *_: None, progress=lambda *_: None,
     ):  # fmt: skip
         self.directory = Path(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.background = background
         self.verified, self.counted = set(verified), False
-        self.on_saved = on_saved
+        self.on_saved, self.on_failed = on_saved, on_failed
+        self.failed = False  # whether the files of the last step could not be written
         self.progress = progress
         self.buffers = {}
         self.pending = None
@@ -84,7 +86,7 @@ class Saver:
         fragments: what this rank owns (``Engine.fragments``). state: JSON-able, the same on every rank. tokenizer: path
         of the SentencePiece model, or None. Raises CheckpointError and then leaves earlier steps untouched.
         """
-        self.finish()
+        self.collect()
         self.started = time.perf_counter()
         fragments = [fragment for fragment in fragments if not fragment.is_copy]
         self.refuse(NonFiniteState, not_finite(step, fragments))
@@ -117,6 +119,16 @@ class Saver:
         """Return whether this rank is still writing."""
         return self.pending is not None and self.pending.is_alive()
 
+    def collect(self):
+        """``finish``, but let the run continue after a failure, unless the save before has failed too."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            if self.failed:
+                raise
+            self.failed = True
+            self.on_failed(error.problems)
+
     def finish(self):
         """Wait for the files of all ranks and publish the step. Returns its directory, or None if there is none."""
         if self.pending is None:
@@ -133,6 +145,7 @@ class Saver:
             if problems:
                 remove_entry(written.directory)
         self.refuse(CheckpointError, problems)
+        self.failed = False
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - self.started
             facts = {

@@ -108,6 +108,7 @@ class Run:
             background=self.config.reliability.async_save,
             verified=[step] if step else [],
             on_saved=self.saved,
+            on_failed=self.save_failed,
             progress=self.watchdog.progress,
         )
         self.profile = StepProfile(run, self.device)
@@ -129,6 +130,10 @@ class Run:
         self.event_log.add("saved", step, f"saved {path}", **facts)
         self.after_save.add(step, path)
 
+    def save_failed(self, problems):
+        """Record that a checkpoint could not be written; the next save tries again."""
+        self.event_log.add("save failed", self.state.step, "\n".join(problems))
+
     def step(self):
         """Run one iteration, and the log line, evaluation and checkpoint that are due after it."""
         run = self.config.run
@@ -147,7 +152,7 @@ class Run:
             tokenizer = self.state.dataset.tokenizer_path
             self.saver.save(step, self.engine.fragments(), self.engine.config_now(), self.state.capture(), tokenizer)
         elif not writing:
-            self.saver.finish()
+            self.saver.collect()
         self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started
         if self.log:
@@ -182,7 +187,7 @@ class Run:
                 bad_sources = report(self.engine, self.loader, batches, self.event_log, state.step, result)
             self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)
         except BadNumbers as error:
-            self.saver.finish()
+            self.saver.collect()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
             self.event_log.add("failed", state.step)  # printed when the rank ends
             on_rank_zero(self.report)  # the others wait, because a rank that had left would be named as the cause

@@ -23,7 +23,7 @@ from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find
 from moh_lm.config import Config
 from moh_lm.parallel.layers import Partition, make_parameter
 from tests.distributed import run_ranks
-from tests.training.runs import arguments, run
+from tests.training.runs import arguments, events, run
 
 # --- Reading parts ---
 
@@ -186,12 +186,13 @@ def test_a_save_keeps_what_has_its_name(tmp_path):
     assert verify(tmp_path / "step-1") == [] and (tmp_path / "damaged-step-1" / "notes").exists()
 
 
-def save_with_a_limit(flags, limit, guilty):
-    """``run``, whose rank ``guilty`` may not write files of more than ``limit`` bytes from its second save on."""
+def save_with_a_limit(flags, limit, guilty, steps):
+    """``run``, whose rank ``guilty`` may not write files of more than ``limit`` bytes when it saves these steps."""
     save = Saver.save
 
     def limited(saver, step, *others):
-        if step == 6 and dist.get_rank() == guilty:
+        saver.collect()  # what it prints is not limited
+        if step in steps and dist.get_rank() == guilty:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             save(saver, step, *others)
@@ -213,13 +214,22 @@ def save_with_a_limit(flags, limit, guilty):
     [(0, 1, "false"), (1000, 0, "false"), (1000, 1, "true"), (100_000, 0, "true")],
 )
 def test_a_failed_save_leaves_the_checkpoints_before_it(data_dir, tmp_path, limit, guilty, background):
-    flags = arguments(data_dir, tmp_path, "--async-save", background)
-    one, other = run_ranks(save_with_a_limit, 2, flags, limit, guilty)
+    step, last = (6, 7) if background == "false" else (5, 5)  # one in the background ends the run if it is the last
+    flags = arguments(data_dir, tmp_path, "--async-save", background, "--train-iters", str(last))
+    one, other = run_ranks(save_with_a_limit, 2, flags, limit, guilty, [step])
     assert one == other and len(one) == 1
-    assert f"step-6.tmp/rank-{guilty}.safetensors: file too large: the checkpoint takes " in one[0]
+    assert f"step-{step}.tmp/rank-{guilty}.safetensors: file too large: the checkpoint takes " in one[0]
     assert one[0].endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-3")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-3"]
     assert find_step(tmp_path).name == "step-3"
+
+
+def test_a_run_tries_again_after_a_failed_background_save(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, "--save-interval", "1")
+    (problem,), = run_ranks(save_with_a_limit, 1, flags, 1000, 0, [2, 4, 5])  # two in a row end it
+    assert "step-5.tmp/rank-0.safetensors: file too large" in problem
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-1", "step-3"}
+    assert [event["step"] for event in events(tmp_path, "save failed")] == [3, 5]
 
 
 def test_the_files_of_the_tokenizer_need_room_too(tmp_path, monkeypatch):
