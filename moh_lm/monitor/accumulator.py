@@ -12,7 +12,7 @@ import torch
 from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
 
-PARTS = ("data", "forward_backward", "optimizer", "save")  # parts of the time of a step
+PARTS = ("data", "forward_backward", "optimizer", "log", "save")  # parts of the time of a step
 COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # stored in a checkpoint beside both sums
 
 

@@ -22,6 +22,9 @@ SHOWN_HEADS = (
 )  # fmt: skip
 
 
+LINES = 20  # of intervals from one head map to the next, and from one line of names to the next
+
+
 class RunLog:
     """The log of rank 0: console, ``directory``/metrics.jsonl, and ``Writers``.
 
@@ -60,7 +63,8 @@ class RunLog:
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
         scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(record.get("window", ()))}
         self.writers.scalars(scalars | head_scalars(self.model, figures, self.head_curves), step)
-        self.head_maps(figures, step)
+        if step % (LINES * self.run.log_interval) == 0 or step == self.train_iters:
+            self.head_maps(figures, step)  # drawing takes longer than the rest of the log, and all ranks wait for it
         print("\n".join(self.lines(record)), flush=True)
 
     def head_maps(self, figures, step):
@@ -73,7 +77,7 @@ class RunLog:
                 self.writers.picture(tag, picture, step)
 
     def lines(self, record):
-        """Return the console's line of an interval, below the names of the columns in the first and every 20th."""
+        """Return the console's line of an interval, below the names of the columns in the first of ``LINES``."""
         step, mfu = record["step"], record["runtime"]["mfu"]
         first, done, last = map(self.run.samples_after, (self.first_step, step, self.train_iters))
         left = (time.perf_counter() - self.started) / (done - first) * (last - done)
@@ -90,7 +94,7 @@ class RunLog:
         )
         names, figures = ("".join(f"{cell[place]:>{cell[2]}}" for cell in cells) for place in (0, 1))
         self.printed += 1
-        return [styled(names, "head"), figures] if self.printed % 20 == 1 else [figures]
+        return [styled(names, "head"), figures] if self.printed % LINES == 1 else [figures]
 
     def say(self, step, text, style=None, break_words=False):
         """Print a text that belongs to ``step``, aligned with the lines of intervals."""

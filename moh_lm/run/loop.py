@@ -199,6 +199,7 @@ class Run:
 
     def write_log(self, rate, result):
         """Write the line of the interval that ends here, and the alarms that begin or end with it."""
+        started = time.perf_counter()
         config, step, accumulator = self.engine.config_now(), self.state.step, self.accumulator
         ranks = rank_figures(accumulator, self.groups, self.device)
         if self.log:
@@ -216,6 +217,7 @@ class Run:
             for line in self.announcer.lines(found):
                 self.log.alarm(step, line)
         accumulator.clear()
+        accumulator.seconds["log"] = time.perf_counter() - started  # of the next interval, whose steps wait for it
 
     def evaluate(self):
         self.evaluation(self.state.step)

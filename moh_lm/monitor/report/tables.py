@@ -11,7 +11,8 @@ MOST_EVENTS = 300  # rows of the table; the curves show all events
 IMAGE_MODELS = {"vit": "ViT", "dit": "DiT"}
 MOST_ALIKE = 3  # consecutive events of a kind that have a row each
 PARTS = {
-    "data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer", "save": "saving",
+    "data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer", "log": "log",
+    "save": "saving",
 }  # fmt: skip
 
 
