@@ -53,10 +53,15 @@ def complete_rows(path):
     out."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, "rb", opener=open_at_once) as file:
         for line in file:
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                row = parse_json(text := line.decode(errors="replace").strip())
-                if isinstance(row["step"], int):
-                    yield text, row
+            if row := row_of(line):
+                yield line.decode(errors="replace").strip(), row
+
+
+def row_of(line):
+    """Return the object with a step in the bytes of a line, or None if there is none."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        row = parse_json(line.decode(errors="replace").strip())
+        return row if isinstance(row["step"], int) else None
 
 
 class EventLog:

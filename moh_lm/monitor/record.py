@@ -4,11 +4,12 @@ docs/monitoring.md has every metric with its formula.
 """
 
 import math
+import mmap
+import os
 
 from moh_lm.cost.flops import peak_flops
-from moh_lm.data.files import publish
 from moh_lm.monitor.accumulator import ratio
-from moh_lm.monitor.events import complete_rows
+from moh_lm.monitor.events import complete_rows, row_of
 from moh_lm.monitor.ranks import slowest_rank
 from moh_lm.units import each_float, rounded
 
@@ -69,10 +70,28 @@ def finite(value):
 
 
 def keep_rows(path, last_step):
-    """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
+    """Cut off the rows of ``path`` that the run will write again: those after ``last_step``, or all if it is 0."""
     if path.exists():
-        kept = [line + "\n" for line, row in complete_rows(path) if last_step and row["step"] <= last_step]
-        publish(path, "".join(kept).encode())
+        with open(path, "rb+") as file:
+            file.truncate(end_of_rows(file, last_step) if last_step else 0)
+
+
+def end_of_rows(file, last_step):
+    """Return the offset in a file of rows after the last one up to ``last_step``; only what follows that row is read.
+
+    Steps never decrease from one row to the next. A file of a long run has gigabytes.
+    """
+    end = file.seek(0, os.SEEK_END)
+    if end == 0:
+        return 0
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        while end:
+            start = text.rfind(b"\n", 0, end - 1) + 1
+            row = row_of(text[start:end])
+            if row and row["step"] <= last_step:
+                break
+            end = start
+    return end
 
 
 def last_step(path):

@@ -26,10 +26,12 @@ from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
+from moh_lm.monitor import events
 from moh_lm.monitor.console import show_progress, styled
 from moh_lm.monitor.events import EventLog, Rows, complete_rows
 from moh_lm.monitor.head_map import colours
 from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.record import keep_rows
 from moh_lm.monitor.writers import Writers
 from moh_lm.run.loop import Run
 from moh_lm.units import rounded
@@ -212,6 +214,15 @@ def test_a_row_after_one_that_a_crash_cut_is_whole(tmp_path):
     for step in (3, 4):
         Rows(path).add({"step": step})
     assert [row["step"] for _, row in complete_rows(path)] == [1, 3, 4]
+
+
+def test_a_resumed_run_cuts_its_rows_and_reads_only_those(tmp_path, monkeypatch):
+    path, parse = tmp_path / "metrics.jsonl", Mock(wraps=events.parse_json)
+    monkeypatch.setattr(events, "parse_json", parse)
+    kept = "".join(f'{{"step": {step}}}\n' for step in [*range(1, 1000), 999])
+    path.write_text(kept + '{"step": 1000}\nodd\n{"step": 1001}\n{"step": 1002, "lo')
+    keep_rows(path, 999)
+    assert path.read_text() == kept and parse.call_count == 5
 
 
 def test_a_full_disk_costs_a_line_and_the_drawings(tmp_path, monkeypatch, capsys):
