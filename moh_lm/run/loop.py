@@ -242,7 +242,7 @@ class Run:
     def report(self):
         """Write the run report unless --run-report is false."""
         if self.log and self.config.run.run_report:
-            report_run(self.config.run.checkpoint_dir, type(self.config))
+            report_run(self.config.run.checkpoint_dir, type(self.config), self.watchdog.progress)
 
 
 def due(step, interval):

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import xml.etree.ElementTree as xml
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -65,6 +66,12 @@ def test_a_curve_has_the_means_of_neighbouring_rows(runs):
     expected = [np.mean([3 + 1 / step for step in range(a + 1, b + 1)]) for a, b in zip(ends, ends[1:], strict=False)]
     np.testing.assert_allclose(values, expected, rtol=1e-12)
     assert record.seconds == pytest.approx(2 * (STEPS - 1)) and record.skipped == 1
+
+
+def test_reading_a_long_log_reports_progress(runs):
+    progress = Mock()
+    RunRecord(runs.second, progress=progress)
+    assert progress.call_count >= STEPS - 1
 
 
 def test_a_branch_begins_where_it_left_its_parent(runs, tmp_path):

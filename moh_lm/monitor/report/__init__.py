@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 
-def report_run(directory, config_type):
-    """Write report.html into the directory of a run with a configuration of this type.
+def report_run(directory, config_type, progress):
+    """Write report.html into the directory of a run with a configuration of this type. progress: called for each row.
 
     A failure only prints a line on standard error, because a report is not worth ending a run for.
     """
@@ -13,7 +13,7 @@ def report_run(directory, config_type):
     try:
         from moh_lm.monitor.report.page import write_page  # optional: it needs matplotlib and Jinja2
 
-        write_page([directory], path, config_type)
+        write_page([directory], path, config_type, progress=progress)
         print(f"wrote {path}", flush=True)
     except ModuleNotFoundError as error:
         print(f"no {path}: {error.name} is not installed; pip install matplotlib jinja2", file=sys.stderr, flush=True)

@@ -26,13 +26,14 @@ CAPTIONS = {  # how to read a picture
 }
 
 
-def write_page(directories, output, config_type=Config, with_png=False, replaces=False):
+def write_page(directories, output, config_type=Config, with_png=False, replaces=False, progress=lambda: None):
     """Write the report of the runs to ``output``, an HTML file, with PNGs beside it. Returns the files written.
 
-    config_type: class of their configurations. replaces: whether ``output`` may be a file of someone else. Raises
-    ConfigError if a directory is not that of a run, or such a file is in the way, OSError if one cannot be written.
+    config_type: class of their configurations. replaces: whether ``output`` may be a file of someone else. progress:
+    called for each row that is read. Raises ConfigError if a directory is not that of a run, or such a file is in the
+    way, OSError if one cannot be written.
     """
-    runs = [RunRecord(directory, config_type) for directory in directories]
+    runs = [RunRecord(directory, config_type, progress) for directory in directories]
     is_one = len(runs) == 1
     figures = figures_of_run(runs[0]) if is_one else figures_of_comparison(runs)
     has_bits = any(run.last_evaluation and "evaluation_bits_per_byte" in run.last_evaluation for run in runs)

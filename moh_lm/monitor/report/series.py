@@ -31,11 +31,13 @@ HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitorin
 class RunRecord:
     """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
 
-    config_type: class of its configuration. Raises ConfigError if ``directory`` is not that of a run.
+    config_type: class of its configuration. progress: called for each row that is read. Raises ConfigError if
+    ``directory`` is not that of a run.
     """
 
-    def __init__(self, directory, config_type=Config):
+    def __init__(self, directory, config_type=Config, progress=lambda: None):
         self.directory = Path(directory)
+        self.progress = progress
         self.name = name_of(self.directory)
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
@@ -63,7 +65,10 @@ class RunRecord:
 
     def rows_of(self, name, check):
         """Return the rows of a file that have a step and for which ``check`` raises none of ``ODD``."""
-        found = [row for _, row in complete_rows(self.directory / name)]
+        found = []
+        for _, row in complete_rows(self.directory / name):
+            found.append(row)
+            self.progress()
         kept = [row for row in found if type(row["step"]) is int and 0 <= row["step"] < 2**40 and takes(check, row)]
         return self.keep(name, found, kept)
 
