@@ -20,7 +20,7 @@ import sentencepiece
 from data_prep.segment_cache import SegmentCache, segment_cache
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, json_bytes, sha256_of
-from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, ends_of_model
+from moh_lm.data.hugging_face_model import DOCUMENT_END, SPECIAL, HuggingFaceModel, ends_of_model, named_tokens
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tokenizer import model_files, read_model
 from moh_lm.parsing import parse_json
@@ -122,13 +122,19 @@ class Tokenizer:
         return f"{identity}, after {self.bos_ids[0]}" if len(self.bos_ids) else identity
 
     def contents(self) -> dict[str, bytes]:
-        """The files of a data directory by name: those of the tokenizer, and in them the end of a document."""
+        """The files of a data directory by name: those of the tokenizer, and in them the end of a document and the
+        control tokens that they do not name."""
         found = {name: path.read_bytes() for name, path in self.files.items()}
         if isinstance(self.model, HuggingFaceModel):
             end = self.model.id_to_piece(self.eos_id)
-            config = parse_json(found[CONFIG])
+            config, more = parse_json(found[CONFIG]), {}
             if end != config.get(DOCUMENT_END, self.model.eos_token):
-                found[CONFIG] = json_bytes({**config, DOCUMENT_END: end})
+                more[DOCUMENT_END] = end
+            if not named_tokens(config).issuperset(self.model.control):
+                listed = config.get(SPECIAL) or []
+                more[SPECIAL] = [*listed, *(token for token in self.model.control if token not in listed)]
+            if more:
+                found[CONFIG] = json_bytes({**config, **more})
         return found
 
     def ends(self) -> str:

@@ -170,6 +170,19 @@ def test_a_control_token_that_is_not_called_special_stays_text(place, tmp_path):
     assert model.decode(ids) == text
 
 
+def test_a_data_directory_knows_the_control_tokens_of_a_template(tmp_path):
+    directory, copy = hugging_face_tokenizer(tmp_path / "hf", "bytes"), tmp_path / "copy"
+    add_tokens(directory, "[X]", "[Y]")
+    change(directory / "tokenizer_config.json", additional_special_tokens=["[Y]"])
+    (directory / "chat_template.jinja").write_text("[X]{{ messages }}")
+    copy.mkdir()
+    for name, content in Tokenizer(str(directory)).contents().items():
+        (copy / name).write_bytes(content)
+    first, second = Tokenizer(str(directory)), Tokenizer(str(copy))
+    assert first.encode("a [X][Y] b").tolist() == second.encode("a [X][Y] b").tolist()
+    assert first.identity == second.identity and first.contents() == second.contents()
+
+
 @pytest.mark.parametrize("token", ["<|user|>", "<｜User｜>", "<s>", "[MASK]", "<bos>"])
 def test_what_looks_like_a_control_token_stays_text(token, tmp_path):
     directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
