@@ -103,6 +103,7 @@ class Tokenizer:
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
             **({"bos_id": int(self.bos_ids[0])} if bos else {}),
+            **({"control_tokens": control} if (control := getattr(self.model, "control", [])) else {}),
             "engine": library,
         }
         self.num_encoded = 0
@@ -115,10 +116,12 @@ class Tokenizer:
 
     @property
     def identity(self) -> str:
-        """The tokenizer's part in the name of a unit: the file's hash, the end-of-sequence id if another file sets it,
-        and BOS."""
+        """The tokenizer's part in the name of a unit: the file's hash, and, if other files or flags set them, the
+        end-of-sequence id, control tokens and BOS."""
         digest = self.description["sha256"]
         identity = f"{digest}, {self.eos_id}" if len(self.files) > 1 else digest
+        if control := self.description.get("control_tokens"):
+            identity += f", without {json.dumps(control)}"
         return f"{identity}, after {self.bos_ids[0]}" if len(self.bos_ids) else identity
 
     def contents(self) -> dict[str, bytes]:

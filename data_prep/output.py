@@ -24,9 +24,11 @@ from moh_lm.data.files import ShardError, beside, publish, read_json
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
+from moh_lm.units import listing
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
 FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", LEFT_OUT, *TOKENIZER_FILES)))
+SETTLED = ("sha256", "eos_id", "bos_id", "control_tokens")  # facts of a tokenizer that settle the ids of a text
 TEMPORARY = re.compile(rf"({FILES})\.tmp-\d+")
 
 
@@ -116,12 +118,12 @@ def replaced_shards(
             sidecar = read_sidecar(path)
         except ShardError as error:
             raise ConfigError([f"--output {output}: {error}; move it away, or choose another directory"]) from error
-        both = sidecar["tokenizer"], tokenizer.description
-        used, given = map(describe_tokenizer, both)
-        if used != given:
+        used, given = sidecar["tokenizer"], tokenizer.description
+        if any(used.get(key) != given.get(key) for key in SETTLED):
             raise ConfigError([
-                f"--output {output}: source {source} was made with another tokenizer, SHA-256 {used}; --tokenizer has "
-                f"{given}; choose another directory, or the same tokenizer"
+                f"--output {output}: source {source} was made with another tokenizer, SHA-256 "
+                f"{describe_tokenizer(used)}; --tokenizer has {describe_tokenizer(given)}; choose another directory, "
+                "or the same tokenizer"
             ])
         named = {
             made_of["path"]: input_of(source, made_of["path"], made_of["size"], made_of["sample"])
@@ -143,7 +145,9 @@ def replaced_shards(
 
 def describe_tokenizer(facts: dict) -> str:
     begin = f" after each and {facts['bos_id']} before" if "bos_id" in facts else ""
-    return f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}{begin}"
+    control = facts.get("control_tokens", [])
+    more = f" and {len(control)} more control tokens ({listing(control)})" if control else ""
+    return f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}{begin}{more}"
 
 
 def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]:

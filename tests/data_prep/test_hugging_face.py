@@ -183,6 +183,18 @@ def test_a_data_directory_knows_the_control_tokens_of_a_template(tmp_path):
     assert first.identity == second.identity and first.contents() == second.contents()
 
 
+def test_other_control_tokens_make_another_tokenizer(tmp_path):
+    directory, texts = hugging_face_tokenizer(tmp_path / "hf", "bytes"), tmp_path / "a.jsonl"
+    add_tokens(directory, "[X]")
+    texts.write_bytes(json_lines(["a [X]"]))
+    tokenize(directory, tmp_path / "out", f"a={texts}")
+    change(directory / "tokenizer_config.json", chat_template="[X]")
+    _, stderr = tokenize(directory, tmp_path / "out", f"a={texts}", code=2)
+    assert "end-of-sequence id 2 and 1 more control tokens ([X]); choose another directory" in stderr
+    tokenize(directory, tmp_path / "new", f"a={texts}")
+    assert "1 of them already complete" in tokenize(tmp_path / "new", tmp_path / "new", f"a={texts}")[0]
+
+
 @pytest.mark.parametrize("token", ["<|user|>", "<｜User｜>", "<s>", "[MASK]", "<bos>"])
 def test_what_looks_like_a_control_token_stays_text(token, tmp_path):
     directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")
