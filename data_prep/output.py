@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from data_prep.documents import STDIN, STREAM
 from data_prep.encoding import Tokenizer
 from data_prep.inputs import LEFT_OUT, Source, same_content
 from data_prep.storage import exists, is_remote
@@ -94,11 +95,12 @@ def replaced_shards(
     """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units.
 
     A file of the same content is the same input: it was moved, or is a copy. Raises ConfigError, before any work is
-    done, if such a shard also holds other files, which would be lost with it, or if a shard was made with a different
-    tokenizer.
+    done, if such a shard also holds other files, which would be lost with it, if a shard was made with a different
+    tokenizer, or if a source that gets standard input has shards of another one.
     """
     planned = {(unit.source, unit.name) for unit in units}
     inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}
+    streamed = {name for name, source in sources.items() if any(piece.name == STDIN for piece in source.pieces)}
     contents = {(name, piece.size, piece.sample): piece for name, source in sources.items() for piece in source.pieces}
 
     @cache
@@ -130,6 +132,11 @@ def replaced_shards(
             for made_of in sidecar["inputs"]
         }
         mine = list(filter(None, named.values()))
+        if not mine and source in streamed and any(file.startswith(STREAM) for file in named):
+            raise ConfigError([
+                f"--source {source}=-: {path} was made from other standard input, to which this text would be added; "
+                f"remove {path.parent}/stdin-*.json to replace that text, or give another source name"
+            ])
         if not mine:
             continue
         unnamed = [file for file in named if not named[file] and file not in sources[source].paths]
