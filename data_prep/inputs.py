@@ -56,8 +56,8 @@ class Source:
         pieces, alike = sorted(self.pieces, key=lambda piece: (piece.name, piece.path)), {}
         self.pieces = []
         for piece in pieces:
-            others = alike.setdefault((piece.size, piece.sample), [])
-            if any((piece.size or piece.name == other.name) and same_content(piece, other) for other in others):
+            others = alike.setdefault((piece.sample, piece.size or piece.name), [])  # empty files may differ in name
+            if any(same_content(piece, other) for other in others):
                 self.copies.append(piece)
             else:
                 others.append(piece)
