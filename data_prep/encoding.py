@@ -1,8 +1,8 @@
 """Encodes text as token ids, with a SentencePiece model, LLaMA-3's tokenizer, or a Hugging Face tokenizer.
 
 Every document is encoded by itself and followed by the end-of-sequence token; a beginning-of-sequence token comes
-before it if --bos is given. Special tokens that are spelled out in a text stay text: no engine turns them into control
-ids.
+before it if --bos is given. Control tokens that are spelled out in a text stay text. User-defined pieces of
+SentencePiece do not, even if they look like control tokens, as Gemma's <start_of_turn> does.
 
 If a model allows it, SentencePiece only encodes segments that were not seen before (data_prep/segment_cache.py). A
 Hugging Face tokenizer, or gigatoken in its place (--engine), encodes documents in batches. One document in a thousand
@@ -16,11 +16,19 @@ from functools import cached_property
 
 import numpy as np
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from data_prep.segment_cache import SegmentCache, segment_cache
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, json_bytes, sha256_of
-from moh_lm.data.hugging_face_model import DOCUMENT_END, SPECIAL, HuggingFaceModel, ends_of_model, named_tokens
+from moh_lm.data.hugging_face_model import (
+    DOCUMENT_END,
+    IN_BRACKETS,
+    SPECIAL,
+    HuggingFaceModel,
+    ends_of_model,
+    named_tokens,
+)
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tokenizer import model_files, read_model
 from moh_lm.parsing import parse_json
@@ -156,6 +164,15 @@ class Tokenizer:
             return f"{sentence} and begin with {begin}"
         usual = ", as transformers does" if getattr(self.model, "begins", False) else ""
         return f"{sentence}; no token begins them (--bos puts {begin} there{usual})"
+
+    def spelled(self) -> str:
+        """Return what to add about user-defined pieces that look like control tokens; empty if there are none."""
+        if not isinstance(self.model, sentencepiece.SentencePieceProcessor):
+            return ""
+        proto = sentencepiece_model_pb2.ModelProto.FromString(self.model.serialized_model_proto())
+        defined = [piece.piece for piece in proto.pieces if piece.type == proto.SentencePiece.USER_DEFINED]
+        found = [*filter(IN_BRACKETS.fullmatch, defined)]
+        return f"; a text that spells {listing(found)} gets their ids" if found else ""
 
     @cached_property
     def cache(self) -> SegmentCache | Batches | None:

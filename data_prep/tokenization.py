@@ -22,7 +22,7 @@ from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
 
 def run(flags) -> int:
     tokenizer = Tokenizer(flags.tokenizer, flags.bos, flags.engine)
-    print(tokenizer.ends())
+    print(tokenizer.ends() + tokenizer.spelled())
     with told("looking at the inputs"):
         sources, from_stdin, failures, not_for_training = find_sources(flags)
     output = data_directory.writable_directory(flags.output)
