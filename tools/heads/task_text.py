@@ -30,7 +30,7 @@ def task_domains(suite, names, data, tokenizer, seq_length, num_tokens):
 
 
 def prompts(tasks, shots, limit):
-    """Return prompts of the harness's ``tasks``, about ``limit`` in all: first one question of every task, and so on."""
+    """Return prompts of the harness's ``tasks``, about ``limit`` in all: one question of each, then the next."""
     found = []
     for task in tasks:
         task.set_config("num_fewshot", shots)

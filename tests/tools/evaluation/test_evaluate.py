@@ -184,6 +184,11 @@ def test_a_comparison_has_a_line_for_every_model(model, data, result, tmp_path, 
     assert f": at most 1024 of {model}, 256 of somewhere/other; --max-length" in said
     evaluate.print_table([{**result, "max_length": length} for length in (64, 1024)], given)  # of one model
     assert f": at most 64 of {model}, 1024 of {model}; --max-length" in capsys.readouterr().out
+    mine = f": by lm_eval {result['versions']['lm_eval']} and --dtype float32 for {model}, "
+    for changed, said in (({"versions": {"lm_eval": "0.3"}}, "lm_eval 0.3"), ({"dtype": "auto"}, "--dtype auto")):
+        evaluate.print_table([result, result | changed], given)
+        _, found = capsys.readouterr().out.split(mine)
+        assert said in found and found.count("\n") == 1
 
 
 def test_a_file_of_other_tasks_or_questions_stands_in_no_table(model, result, tmp_path, capsys):
