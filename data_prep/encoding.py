@@ -111,7 +111,7 @@ class Tokenizer:
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
             **({"bos_id": int(self.bos_ids[0])} if bos else {}),
-            **({"control_tokens": control} if (control := getattr(self.model, "control", [])) else {}),
+            **({"control_tokens": unmarked} if (unmarked := getattr(self.model, "unmarked", [])) else {}),
             "engine": library,
         }
         self.num_encoded = 0
@@ -141,9 +141,9 @@ class Tokenizer:
             config, more = parse_json(found[CONFIG]), {}
             if end != config.get(DOCUMENT_END, self.model.eos_token):
                 more[DOCUMENT_END] = end
-            if not named_tokens(config).issuperset(self.model.control):
+            if not named_tokens(config).issuperset(self.model.unmarked):
                 listed = config.get(SPECIAL) or []
-                more[SPECIAL] = [*listed, *(token for token in self.model.control if token not in listed)]
+                more[SPECIAL] = [*listed, *(token for token in self.model.unmarked if token not in listed)]
             if more:
                 found[CONFIG] = json_bytes({**config, **more})
         return found

@@ -27,7 +27,7 @@ class HuggingFaceModel:
     """The tokenizer of a directory, with the methods of SentencePieceProcessor that encoding needs.
 
     eos_token: its text, or None; documents may end with another token. begins: whether transformers puts the
-    beginning-of-sequence token before a text. dropout: the rate that was switched off, or None. control: the control
+    beginning-of-sequence token before a text. dropout: the rate that was switched off, or None. unmarked: control
     tokens that tokenizer.json does not call special, sorted.
     """
 
@@ -48,13 +48,13 @@ class HuggingFaceModel:
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             added = self.tokenizer.encode("").tokens
-            self.control = []
+            self.unmarked = []
             for token in self.tokenizer.get_added_tokens_decoder().values():
                 if is_control(token.content, named_tokens(config) | named_tokens(more) | {*added}, template):
-                    self.control += [] if token.special else [token.content]
+                    self.unmarked += [] if token.special else [token.content]
                     token.special = True
                     self.tokenizer.add_special_tokens([token])
-            self.control.sort()
+            self.unmarked.sort()
             self.eos_token, begin = (text_of(config.get(name)) for name in ("eos_token", "bos_token"))
             self.eos, self.bos = self.number(self.document_end(directory, config, template)), self.number(begin)
         except Exception as error:  # tokenizers raises no other class
