@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data_prep.encoding import Tokenizer
 from moh_lm.build import build_model
+from moh_lm.checkpoint.manifest import describe, read_entries, write_manifest
+from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import HeadsConfig, ModelConfig
 from tests.distributed import run_ranks
 from tests.inference.models import SIZES
@@ -47,6 +51,26 @@ def test_the_text_in_pieces_is_the_text_at_once(run, programs):
     assert row["prompt"] == "the quick" and 0 < len(row["tokens"]) <= 9
     code, streamed, _ = command(programs, *flags, text="the quick")
     assert (code, streamed) == (0, f"the quick{row['text']}\n")
+
+
+def test_prompts_begin_with_the_bos_of_the_data(run, tmp_path, without_transformers, monkeypatch, tool):
+    asked = []
+    monkeypatch.setattr(generate_tool, "write", lambda arguments, model, tokenizer, prompts: asked.append(prompts))
+    shutil.copytree(run, tmp_path / "begun")
+    step = find_step(tmp_path / "begun")
+    facts = json.loads((step / "state.json").read_text())
+    (step / "state.json").write_text(json.dumps({**facts, "data": {**facts["data"], "bos_id": 1}}))
+    write_manifest(step, read_entries(step) | {"state.json": describe(step / "state.json")})
+    for source, output in ((run, tmp_path / "plain-export"), (tmp_path / "begun", tmp_path / "begun-export")):
+        code, _, errors = tool("export_hf", "--checkpoint", source, "--output", output)
+        assert code == 0, errors
+        for model in (source, output):
+            assert tool("generate", "--model", model, "--prompt", "the quick", "--max-new-tokens", 2)[0] == 0
+    ids = Tokenizer(str(tmp_path / "begun-export")).model.encode("the quick")
+    assert asked == [[ids], [ids], [[1, *ids]], [[1, *ids]]]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "begun-export" / name).read_text())["bos_token_id"] == 1
+    assert "The tokenizer adds only BOS" in (tmp_path / "begun-export" / "README.md").read_text()
 
 
 def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):

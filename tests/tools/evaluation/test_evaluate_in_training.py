@@ -103,7 +103,7 @@ def samples(run):
 
 
 def test_probabilities_below_the_smallest_number_have_shares():
-    tasks = Tasks(Config(), None)
+    tasks = Tasks(Config(), None, None)
     tasks.questions["a"] = [Question([1, 0], [[[1], [2], None]] * 2)]
     assert tasks.metrics("a", [900.0, 900 + np.log(3)]) == pytest.approx({"acc": 0.75})
 
@@ -128,6 +128,13 @@ def test_a_sample_ends_with_its_document_or_before_ids_without_text(tokenizer):
     ids, end, beyond = given.tokenizer.encode("the model of"), given.tokenizer.eos_id(), given.tokenizer.vocab_size()
     for tokens in ([*ids, end, *ids], [*ids, beyond, *ids], ids):
         assert given.written(given.tokenizer.encode("a text"), tokens).strip() == "the model of"
+
+
+def test_prompts_begin_with_the_bos_of_the_data(tokenizer):
+    config = Config.from_dict({"sample_prompts": ["the model of", "care"]})
+    plain, begun = (Samples(config, tokenizer, bos).tokens for bos in (None, 1))
+    assert plain == [Tokenizer(str(tokenizer)).model.encode(prompt) for prompt in config.run.sample_prompts]
+    assert begun == [[1, *ids] for ids in plain]
 
 
 def test_samples_after_the_resumed_checkpoint_are_dropped(tmp_path):
@@ -166,6 +173,18 @@ def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_d
             open_data(config, [], False)
 
 
+def test_tasks_with_and_without_bos_are_for_such_data(data, tokenizer, prepared, tmp_path):
+    path = tmp_path / "bos.jsonl"
+    given = ["--data", data, "--limit", 1, "--tokenizer", tokenizer, "--output", path]
+    assert exit_code(evaluate_prepare, "--suite", "llm6", "--tasks", "piqa", "--bos", *given) == 0
+    with_bos, without = (Config.from_dict({"eval_tasks": str(file)}) for file in (path, prepared))
+    choices = Tasks(with_bos, tokenizer, 1).questions["piqa"][0].choices
+    assert [context[0] for context, *_ in choices] == [1, 1]
+    for config, bos, message in ((with_bos, None, "was made with --bos, unlike the"), (without, 1, "lacks the --bos")):
+        with pytest.raises(ConfigError, match=message):
+            Tasks(config, tokenizer, bos)
+
+
 def question(**changes):
     return {"task": "a", "gold": 1, "choices": [[[1], [2], 3], [[1], [2, 9], 4]]} | changes
 
@@ -196,7 +215,7 @@ WRONG_ROWS = {
 def tasks_of(path, *rows):
     path.write_text("\n".join(map(json.dumps, [{"tokenizer": "0"}, *rows])))
     more = {"eval_tasks": str(path), "seq_length": 8, "batch_tokens": 8, "vocab_size": 64}
-    return Tasks(Config.from_dict(more), None)
+    return Tasks(Config.from_dict(more), None, None)
 
 
 @pytest.mark.parametrize("case", WRONG_ROWS)
