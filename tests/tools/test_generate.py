@@ -57,10 +57,10 @@ def test_prompts_begin_with_the_bos_of_the_data(run, tmp_path, without_transform
     asked = []
     monkeypatch.setattr(generate_tool, "write", lambda arguments, model, tokenizer, prompts: asked.append(prompts))
     shutil.copytree(run, tmp_path / "begun")
-    step = find_step(tmp_path / "begun")
-    facts = json.loads((step / "state.json").read_text())
-    (step / "state.json").write_text(json.dumps({**facts, "data": {**facts["data"], "bos_id": 1}}))
-    write_manifest(step, read_entries(step) | {"state.json": describe(step / "state.json")})
+    path = find_step(tmp_path / "begun") / "state.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "data": {**facts["data"], "bos_id": 1}}))
+    write_manifest(path.parent, read_entries(path.parent) | {path.name: describe(path)})
     for source, output in ((run, tmp_path / "plain-export"), (tmp_path / "begun", tmp_path / "begun-export")):
         code, _, errors = tool("export_hf", "--checkpoint", source, "--output", output)
         assert code == 0, errors
