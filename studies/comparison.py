@@ -124,7 +124,7 @@ class Comparison:
         directory = self.flags.out / "runs" / name
         schedule = {
             "train-iters": steps,
-            "warmup-iters": max(1, steps // 20),
+            "warmup-iters": max(1, steps * size.warmup // 100),
             "eval-interval": max(1, steps // 8),
             "save-interval": max(1, steps // 8),
             "learning-rate": f"{factor * size.rate:g}",

@@ -129,10 +129,11 @@ def multipliers(variants):
         if name in LENGTHS:
             continue
         told = []
-        for seed, run in runs.items():
-            points = {tokens_of(of[seed]): final_loss(of[seed]) for of in dense if seed in of}
+        runs = [(seed, run) for seed, run in runs.items() if all(seed in of for of in dense)]
+        for seed, run in runs:
+            points = {tokens_of(of[seed]): final_loss(of[seed]) for of in dense}
             told.append(tokens_of_dense(points, final_loss(run)))
-        logs = [math.log(told_[0] / tokens_of(run)) for told_, run in zip(told, runs.values(), strict=True) if told_]
+        logs = [math.log(told_[0] / tokens_of(run)) for told_, (_, run) in zip(told, runs, strict=True) if told_]
         if logs:
             center, width = results.interval(logs)
             bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))

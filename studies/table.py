@@ -71,7 +71,7 @@ def numbers(values):
 
 class Size(NamedTuple):
     """rate: the learning rate that factors multiply. tokens: tokens of a run per parameter of the first variant, if
-    ``iterations`` are not given. layers: see ``Variant.arguments``."""
+    ``iterations`` are not given. layers: see ``Variant.arguments``. warmup: percent of the iterations."""
 
     name: str
     heads: int
@@ -80,6 +80,7 @@ class Size(NamedTuple):
     flags: str
     layers: int = 1
     iterations: int | None = None
+    warmup: int = 5
 
 
 class Table(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
+from moh_lm.flags import parse_config
 from studies import comparison, report, results, study
 from studies.study_arms import SIZES, TABLE, VARIANTS
 from tests.studies.written_runs import write_run
@@ -42,6 +43,13 @@ def test_every_arm_has_three_seeds_before_one_has_more(tmp_path):
     seeds = [trial.seed > 3 for trial in trials]
     assert seeds == sorted(seeds) and {trial.seed for trial in trials} == {1, 2, 3, 4, 5}
     assert [trial.variant.name for trial in trials[:4]] == ["dense", "gated-50", "sigmoid-50", "groups-50"]
+
+
+def test_a_run_warms_up_for_thirty_percent_of_its_steps(tmp_path):
+    plan = plan_of(tmp_path, "--rates", "1", "--seeds", "1")
+    for trial in plan.trials():
+        config = parse_config(plan.run(trial).arguments)[0]
+        assert config.optimizer.warmup_iters == math.floor(0.3 * config.run.train_iters)
 
 
 def test_every_number_of_the_table_is_recomputed(tmp_path):
