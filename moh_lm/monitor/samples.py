@@ -29,7 +29,7 @@ class Samples:
         if odd := [prompt for prompt in self.prompts if re.search("[\ud800-\udfff]", prompt)]:
             raise ConfigError([f"--sample-prompts {odd[0]!r}: is not UTF-8; give text in UTF-8"])
         self.tokenizer = read_model(tokenizer)
-        begin, encode = [] if bos_id is None else [bos_id], self.tokenizer.encode
+        begin, encode = ([] if bos_id is None else [bos_id]), self.tokenizer.encode
         self.tokens = [[*begin, *map(int, encode(prompt, out_type=int))] for prompt in self.prompts]
         if empty := [prompt for prompt, tokens in zip(self.prompts, self.tokens, strict=True) if not tokens]:
             raise ConfigError([f"--sample-prompts {empty[0]!r}: contains no tokens; give some text"])

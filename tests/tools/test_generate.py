@@ -19,7 +19,7 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import HeadsConfig, ModelConfig
 from tests.distributed import run_ranks
 from tests.inference.models import SIZES
-from tests.tokenizing import train_model
+from tests.tokenizing import hugging_face_tokenizer, train_model
 from tests.tools.exporting import PAPER, write_checkpoint
 from tools import generate as generate_tool
 from tools.hf.convert.keys import written
@@ -35,6 +35,16 @@ def run(tmp_path_factory):
     config = ModelConfig(**{**vars(PAPER), "vocab_size": 400})
     run_ranks(write_checkpoint, 1, directory / "run", config, tokenizer, False)
     return directory / "run"
+
+
+def write_zeros(directory):
+    """Give ``directory`` the configuration and weights of an export; returns the weights."""
+    config = ModelConfig(**{**SIZES, "vocab_size": 400}, heads=HeadsConfig(head_selection="all"))
+    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
+    (directory / "config.json").write_text(json.dumps(values))
+    weights = {name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()}
+    save_file(weights, directory / "model.safetensors")
+    return weights
 
 
 def command(programs, *flags, text=None):
@@ -73,6 +83,18 @@ def test_prompts_begin_with_the_bos_of_the_data(run, tmp_path, without_transform
     assert "The tokenizer adds only BOS" in (tmp_path / "begun-export" / "README.md").read_text()
 
 
+def test_a_prompt_begins_as_the_tokenizer_of_an_export_does(tmp_path, monkeypatch, tool):
+    hugging_face_tokenizer(tmp_path, "bytes", bos_token="<s>")  # its tokenizer.json adds BOS, and no other file says so
+    write_zeros(tmp_path)
+    monkeypatch.setattr(generate_tool, "write", lambda arguments, model, tokenizer, prompts: asked.extend(prompts))
+    asked, flags = [], ("generate", "--model", tmp_path, "--prompt", "a", "--max-new-tokens", 2)
+    assert tool(*flags)[0] == 0
+    assert asked == [[1, *Tokenizer(str(tmp_path)).model.encode("a")]]
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    code, _, errors = tool(*flags)
+    assert code == 2 and "tokenizer_config.json cannot be read" in errors
+
+
 def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
     triton = ("--model", run, "--prompt", "a", "--device", "cpu", "--attention-backend", "triton")
     loops = ("--model", run, "--prompt", "a", "--device", "cuda", "--attention-backend", "loops")
@@ -97,12 +119,9 @@ def test_loops_are_refused_where_a_gpu_is_taken_by_default(run, monkeypatch, cap
 
 
 def test_a_package_that_the_tokenizer_needs_is_named(tmp_path, monkeypatch, capsys):
-    config = ModelConfig(**SIZES, heads=HeadsConfig(head_selection="all"))
-    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
-    for name, content in (("config.json", values), ("tokenizer.json", {}), ("tokenizer_config.json", {})):
-        (tmp_path / name).write_text(json.dumps(content))
-    save_file({name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()},
-              tmp_path / "model.safetensors")  # fmt: skip
+    write_zeros(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert generate_tool.main(["--model", str(tmp_path), "--prompt", "a"]) == 2
     assert "has no tokenizer that can be read: needs the package tokenizers; pip install" in capsys.readouterr().err
@@ -110,14 +129,11 @@ def test_a_package_that_the_tokenizer_needs_is_named(tmp_path, monkeypatch, caps
 
 def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
     train_model(tmp_path)
-    config = ModelConfig(**{**SIZES, "vocab_size": 400}, heads=HeadsConfig(head_selection="all"))
-    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    weights = write_zeros(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     flags = ["--model", str(tmp_path), "--prompt", "a"]
     assert generate_tool.main(flags) == 2
     assert "model.safetensors: not a safetensors file" in capsys.readouterr().err
-    weights = {name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()}
     for odd in ({"adapter.weight": torch.zeros(3)}, {"model.norm.weight": torch.zeros(1)}):
         save_file(weights | odd, tmp_path / "model.safetensors")
         assert generate_tool.main(flags) == 2

@@ -12,7 +12,6 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
-from moh_lm.data.files import read_json
 from moh_lm.data.hugging_face_model import optional_json
 from moh_lm.data.tokenizer import read_model
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
@@ -24,7 +23,7 @@ from tools.hf.convert.import_config import model_config, read_config
 def load(arguments, attention_backend="auto"):
     """Return (model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError.
 
-    The tokenizer begins documents with BOS if the data of a step do, or if that of an export begins texts with it.
+    The tokenizer begins documents with BOS if the data of a step do, or if an export's tokenizer begins texts with it.
     """
     directory = arguments.model
     if not os.path.isdir(directory):
@@ -48,8 +47,11 @@ def load(arguments, attention_backend="auto"):
     usable_device(device)
     if attention_backend == "triton":
         check_triton(device, config)
+    bos = recorded_bos(directory, is_step)
     try:
-        tokenizer = Tokenizer(str(directory), begins_data(directory) if is_step else begins_texts(directory))
+        if bos is None:
+            bos = getattr(read_model(directory), "begins", False)
+        tokenizer = Tokenizer(str(directory), bos)
     except ConfigError as error:
         reason, advice = error.problems[0].removeprefix(f"--tokenizer {directory}: "), "or copy that of its data there"
         raise ConfigError([f"--model {directory}: has no tokenizer that can be read: {reason}, {advice}"]) from error
@@ -71,18 +73,14 @@ def load(arguments, attention_backend="auto"):
     return model.eval(), limit, tokenizer
 
 
-def begins_data(step):
-    return "bos_id" in read_json(step / "state.json")["data"]
-
-
-def begins_texts(export):
-    """Return whether the tokenizer of ``export`` puts BOS before a text. Raises ConfigError."""
-    path = export / "tokenizer_config.json"
+def recorded_bos(directory, is_step):
+    """Return whether BOS begins documents of a step, or texts of an export; None if the export has no entry on it."""
+    path = directory / ("state.json" if is_step else "tokenizer_config.json")
     try:
-        told = optional_json(path).get("add_bos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError([f"{path}: cannot be read ({error}); export the model again"]) from error
-    return getattr(read_model(export), "begins", False) if told is None else told
+        facts = optional_json(path)
+        return "bos_id" in facts["data"] if is_step else facts.get("add_bos_token")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError([f"--model {directory}: {path.name} cannot be read ({error}); restore it"]) from error
 
 
 def check_triton(device, config):
