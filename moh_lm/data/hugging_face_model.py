@@ -89,6 +89,10 @@ class HuggingFaceModel:
     def bos_id(self) -> int:
         return self.bos
 
+    def control_tokens(self) -> set[str]:
+        """Return the texts of special tokens, which are found in no text."""
+        return {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
+
     def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
         """Return the ids of ``text``, uint32 [tokens]."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)

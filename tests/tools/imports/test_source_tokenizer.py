@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_prep.encoding import Tokenizer
@@ -14,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.exporting import write_checkpoint
 from tests.tools.imports.llamas import make_llama, small_model
-from tools.hf.convert import tiktoken_json
+from tools.hf.convert import export_check, tiktoken_json
 from tools.hf.convert.source_tokenizer import restore, settings_of
 
 CHAT = "{% for message in messages %}<|turn|>{{ message['content'] }}{{ eos_token }}{% endfor %}"
@@ -27,6 +28,7 @@ def chat_model(directory, **settings):
     hugging_face_tokenizer(directory, "bytes", bos_token="<s>", chat_template=CHAT, **settings)
     pieces = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     pieces.add_special_tokens(["<|turn|>", "<|end|>"])
+    pieces.add_tokens(["<|think|>"])
     pieces.save(str(directory / "tokenizer.json"))
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|end|>"}))
@@ -45,7 +47,7 @@ def continued(imported, source, data, directory, bos_id=None):
     return directory
 
 
-def test_the_export_of_a_continued_model_has_its_settings(imported, tool, tmp_path):
+def test_the_export_of_a_continued_model_has_its_settings(imported, tool, tmp_path, monkeypatch):
     end = chat_model(tmp_path / "hf", padding_side="right")
     (tmp_path / "data").mkdir()
     for name, content in Tokenizer(str(tmp_path / "hf")).contents().items():  # documents end with </s> there
@@ -63,6 +65,10 @@ def test_the_export_of_a_continued_model_has_its_settings(imported, tool, tmp_pa
     assert after.apply_chat_template(TALK)["input_ids"] == before.apply_chat_template(TALK)["input_ids"]
     assert after("The quick fox")["input_ids"] == before("The quick fox", add_special_tokens=False)["input_ids"]
     assert after.pad_token_id not in (None, end, 2)
+    thought = after("<|think|> so")["input_ids"]  # parsed, and not left out as special tokens are
+    assert thought[0] == end + 1 and after.decode(thought, skip_special_tokens=True) == "<|think|> so"
+    monkeypatch.setattr(export_check, "transformers", transformers)
+    export_check.check_tokenizer(tmp_path / "out", tmp_path / "data")
 
 
 def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool, tmp_path):

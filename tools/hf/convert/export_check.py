@@ -8,7 +8,8 @@ in fp32. It runs in a separate process,
 
 because a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
-``TEXTS``, each of which begins with the id BOS if documents did.
+``TEXTS``, and on every control token unless the export is for chats. Before each comes the id BOS, if documents began
+with it.
 """
 
 import os
@@ -30,6 +31,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
+from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import saved_tensors
@@ -172,7 +174,9 @@ def check_tokenizer(export, path, *begin):
     except ConfigError as error:  # the package is absent
         sys.exit(error.problems[0])
     converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
-    for text in TEXTS:
+    stay_text = isinstance(original, HuggingFaceModel) and converted.split_special_tokens
+    spelled = (f"a {token} b" for token in original.control_tokens()) if stay_text else ()
+    for text in (*TEXTS, *spelled):
         ids, expected = converted(text)["input_ids"], [*map(int, begin), *original.encode(text)]
         if ids != expected:
             sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, {path} {expected}")

@@ -36,8 +36,9 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
     if not tokenizer:
         special = copy_tokenizer(step, imported, directory)
     else:
-        special = export_tokenizer(tokenizer, directory, length)
-        if source := imported.get("tokenizer"):
+        source = imported.get("tokenizer", {})
+        special = export_tokenizer(tokenizer, directory, length, parses="chat_template" in source)
+        if source:
             special = restore(directory, source, imported["token_ids"], special)
         if "bos_id" in state["data"]:
             begin_texts(directory, state["data"]["bos_id"])
@@ -82,10 +83,11 @@ def copy_tokenizer(step, imported, directory):
     return named | {name: index for name, index in special.items() if index is not None}
 
 
-def export_tokenizer(model, directory, max_length):
-    """Convert the tokenizer ``model``, and copy a tokenizer.model; returns the ids of its special tokens."""
+def export_tokenizer(model, directory, max_length, parses):
+    """Convert the tokenizer ``model``, and copy a tokenizer.model; returns the ids of its special tokens. parses: see
+    hugging_face_tokenizer.py."""
     if model.name != TOKENIZER_FILES[0]:
-        return hugging_face_tokenizer.write_tokenizer(model.parent, directory, max_length)
+        return hugging_face_tokenizer.write_tokenizer(model.parent, directory, max_length, parses)
     shutil.copyfile(model, directory / model.name)
     if is_tiktoken(model):
         return tiktoken_json.write_tokenizer(model, directory, max_length)
