@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from data_prep.encoding import Tokenizer
 from tests.distributed import run_ranks
@@ -18,7 +19,7 @@ from tests.tools.evaluating import LLM6, WORDS, exit_code, made_rows
 from tests.tools.exporting import PAPER, make_weights, write_checkpoint
 from tools import evaluate, evaluate_prepare, export_hf, head_report
 from tools.heads import task_text
-from tools.hf.convert import export_check
+from tools.hf.convert import export_check, tokenizer_json
 from tools.tasks import suites
 from tools.tasks.rows import task_manager
 
@@ -156,12 +157,32 @@ def test_questions_with_examples_are_those_of_the_harness(model, data, tokenizer
     given = ["--suite", "llama14", "--tasks", "arc_challenge", "--data", data]
     assert exit_code(evaluate, "--model", model, "--device", "cpu", *given) == 0
     assert exit_code(evaluate_prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
-    encode = evaluate_prepare.encoder(tokenizer)
+    encode = evaluate_prepare.encoder(Tokenizer(str(tokenizer)))
     expected = {}
     for doc_id, context, continuation in asked:
         expected.setdefault(doc_id, []).append(list(encode(context, continuation)))
     prepared = [json.loads(line)["choices"] for line in path.read_text().splitlines()[1:]]
     assert [[choice[:2] for choice in choices] for choices in prepared] == [expected[n] for n in sorted(expected)]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_prepared_ids_are_those_of_the_harness_on_an_export(bos, tokenizer, tmp_path):
+    converted = tokenizer_json.read_model(tokenizer)
+    tokenizer_json.write_tokenizer(converted, tmp_path, max_length=64)
+    if bos:
+        tokenizer_json.begin_texts(tmp_path, converted.trainer_spec.bos_id)
+    asked = []
+
+    class Recorder(huggingface.HFLM):
+        def _loglikelihood_tokens(self, requests, **_):
+            asked.extend([*request[1:]] for request in requests)
+
+    small = LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    harness = Recorder(LlamaForCausalLM(small), tokenizer=AutoTokenizer.from_pretrained(tmp_path))
+    pairs = [("", "the model"), ("Question: a text\nAnswer:", " care"), ("words  ", "and numbers")]
+    harness.loglikelihood([Namespace(args=pair) for pair in pairs], disable_tqdm=True)
+    encode = evaluate_prepare.encoder(Tokenizer(str(tokenizer), bos))
+    assert [list(encode(*pair)) for pair in pairs] == asked
 
 
 def test_a_comparison_has_a_line_for_every_model(model, data, result, tmp_path, capsys):

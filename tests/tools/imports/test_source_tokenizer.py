@@ -37,12 +37,13 @@ def chat_model(directory, **settings):
     return end
 
 
-def continued(imported, source, data, directory):
-    """A run of sequences of 32 that began with the import of ``source``; data: path of the tokenizer of its data."""
+def continued(imported, source, data, directory, bos_id=None):
+    """A run of sequences of 32 that began with the import of ``source``; data: path of the tokenizer of its data, whose
+    documents begin with ``bos_id``."""
     step = find_step(imported(source))
     facts = json.loads((step / "state.json").read_text())["imported"]
     model = Config.load(step / "config.json").model
-    run_ranks(write_checkpoint, 1, directory, model, data, False, 32, facts)
+    run_ranks(write_checkpoint, 1, directory, model, data, False, 32, facts, bos_id)
     return directory
 
 
@@ -76,7 +77,7 @@ def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool
     (tmp_path / "hf" / "chat_template.jinja").write_text(CHAT)
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
-    run = continued(imported, tmp_path / "hf", data, tmp_path / "continued")
+    run = continued(imported, tmp_path / "hf", data, tmp_path / "continued", bos_id=1)
     code, _, errors = tool("export_hf", "--checkpoint", run, "--output", tmp_path / "out")
     assert code == 0, errors
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -84,6 +85,7 @@ def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.padding_side) == ("<s>", "</s>", "left")
     assert tokenizer.chat_template == CHAT
+    assert tokenizer("the cat")["input_ids"] == [1, *Tokenizer(str(data)).model.encode("the cat")]
 
 
 def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):

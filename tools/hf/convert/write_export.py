@@ -18,7 +18,7 @@ from tools.hf.convert.keys import ARCHITECTURES, model_type, written
 from tools.hf.convert.model_card import model_card
 from tools.hf.convert.shipped_code import LANGUAGE, write_code
 from tools.hf.convert.source_tokenizer import cleaned, restore
-from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, write_tokenizer
+from tools.hf.convert.tokenizer_json import CLASS, begin_texts, named_ids, read_model, write_tokenizer
 
 AUTO_MAP = {
     "AutoConfig": "configuration_moh.MoHLlamaConfig",
@@ -40,6 +40,9 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
         special = export_tokenizer(tokenizer, directory, length, parses="chat_template" in source)
         if source:
             special = restore(directory, source, imported["token_ids"], special)
+        if "bos_id" in state["data"]:
+            begin_texts(directory, state["data"]["bos_id"])
+            special |= {"bos": state["data"]["bos_id"]}
     write_json(directory / "config.json", hugging_face_config(config.model, length, dtype, special, stock))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() uses EOS and prints a warning every time
