@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from moh_lm.config import Config, ConfigError, flag, walk
-from moh_lm.monitor.accumulator import PARTS
 from moh_lm.monitor.events import complete_rows
 from moh_lm.units import rounded
 
@@ -209,7 +208,7 @@ def training_curves(groups):
     for group, name in (("source_loss", "loss/"), ("source_bits_per_byte", "bits/")):
         for source in sorted({source for rows in groups for row in rows for source in row[group]}):
             curves[name + source] = curve(groups, lambda row, g=group, s=source: row[g].get(s))
-    for part in PARTS:
+    for part in ("data", "forward_backward", "optimizer", "log", "save"):
         curves[f"seconds/{part}"] = curve(groups, lambda row, part=part: row["runtime"]["seconds"].get(part))
     for key in ("median", "seconds"):
         curves[f"rank/{key}"] = curve(groups, lambda row, key=key: row["runtime"].get("slowest_rank", {}).get(key))
