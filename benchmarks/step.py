@@ -159,8 +159,8 @@ def make(name, arguments, length, device):
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     if "captured" in ways:
-        captured = CapturedMicroBatch(model, lambda: [block.rows for block in modules_of(model)], device, pool())
-        model.use_captured(captured)
+        rows = [block.rows for block in modules_of(model)]
+        model.use_captured(CapturedMicroBatch(model, lambda: rows, device, pool(), together=list))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
 
     def step(tokens):

@@ -4,10 +4,13 @@
 that were converted from RedPajama. A SET of RedPajama is recognised by meta.source, by keys that only one set has, or
 else by the path: ``arxiv/``, ``c4-train.00000-of-01024.jsonl``, ``book_sample.jsonl``. A record needs a text, so files
 of attributes, such as Dolma's, are not a corpus.
+
+Text for validation or tests and languages of C4 besides English belong to no source, although they are recognised.
 """
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import PurePath
 
 from moh_lm.parsing import parse_json
@@ -28,6 +31,10 @@ FINEWEB = {"dump", "file_path", "language_score", "token_count"}
 LONGEST_META = 1 << 16  # characters: as Python's syntax tree they take hundreds of times as many bytes
 STATED_SET = re.compile(rb'"redpajama_set_name"\s*:\s*"(\w+)"')
 DOLMA_PATH = re.compile(r"dolma-v1_")
+SPLITS = {"test", "val", "valid", "validation", "dev", "heldout"}  # parts of names of files that are not for training
+VARIANTS = {"en", "en.noblocklist", "en.noclean", "realnewslike"}  # folders of C4, which share most of their texts
+NOT_FOR_TRAINING = "left out as validation or test text, which only --source NAME=GLOB reads"
+OTHER_LANGUAGES = "left out as C4 in other languages, which only --source NAME=GLOB reads"
 
 
 def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str]:
@@ -59,6 +66,18 @@ def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str
     if "bff_contained_ngram_count_before_dedupe" in record:
         return ["dclm"]
     return ["c4"] if record.keys() == {text_key, "timestamp", "url"} else []
+
+
+def reason_to_leave_out(name: str, sources: list[str]) -> str | None:
+    """Return why the recognised file called ``name`` belongs to none of its ``sources``, or None if it does."""
+    if not SPLITS.isdisjoint(re.split(r"[/._-]", name.lower())):
+        return NOT_FOR_TRAINING
+    return OTHER_LANGUAGES if sources == ["c4"] and "multilingual" in name.split("/") else None
+
+
+def variants_of_c4(paths: Iterable[str]) -> list[str]:
+    """Return the variants of C4 that the files at ``paths`` are from, sorted."""
+    return sorted(VARIANTS.intersection(PurePath(path).parent.name for path in paths))
 
 
 def source_of_record(record: dict) -> str | None:

@@ -28,7 +28,8 @@ from moh_lm.parsing import BeyondLimits, parse_json
 
 SAMPLE = 1 << 16  # bytes at either end of a file that identify it
 EXCERPT = 200  # bytes shown of a dropped record
-STDIN = "/dev/stdin"  # the name of a piece that was standard input
+STDIN = "/dev/stdin"  # the name of a piece that was standard input,
+STREAM = "standard input, SHA-256 "  # and the beginning of what its sidecars call it
 QUOTES = re.compile(rb'(?<!\\)\\*"')  # quotes with the backslashes before them
 KEYS = 100  # nested objects may have the key of the text too
 HARMLESS = frozenset({"blank line", "empty text", "of another set"})
@@ -53,7 +54,7 @@ class Piece:
     @property
     def origin(self) -> str:
         """What a sidecar calls the file."""
-        return f"standard input, SHA-256 {self.sample}" if self.name == STDIN else self.path
+        return f"{STREAM}{self.sample}" if self.name == STDIN else self.path
 
 
 class Document(NamedTuple):

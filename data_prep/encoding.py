@@ -1,8 +1,8 @@
 """Encodes text as token ids, with a SentencePiece model, LLaMA-3's tokenizer, or a Hugging Face tokenizer.
 
 Every document is encoded by itself and followed by the end-of-sequence token; a beginning-of-sequence token comes
-before it if --bos is given. Special tokens that are spelled out in a text stay text: no engine turns them into control
-ids.
+before it if --bos is given. Control tokens that are spelled out in a text stay text. User-defined pieces of
+SentencePiece do not, even if they look like control tokens, as Gemma's <start_of_turn> does.
 
 If a model allows it, SentencePiece only encodes segments that were not seen before (data_prep/segment_cache.py). A
 Hugging Face tokenizer, or gigatoken in its place (--engine), encodes documents in batches. One document in a thousand
@@ -16,11 +16,19 @@ from functools import cached_property
 
 import numpy as np
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from data_prep.segment_cache import SegmentCache, segment_cache
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, json_bytes, sha256_of
-from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, ends_of_model
+from moh_lm.data.hugging_face_model import (
+    DOCUMENT_END,
+    IN_BRACKETS,
+    SPECIAL,
+    HuggingFaceModel,
+    ends_of_model,
+    named_tokens,
+)
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tokenizer import model_files, read_model
 from moh_lm.parsing import parse_json
@@ -103,6 +111,7 @@ class Tokenizer:
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
             **({"bos_id": int(self.bos_ids[0])} if bos else {}),
+            **({"control_tokens": unmarked} if (unmarked := getattr(self.model, "unmarked", [])) else {}),
             "engine": library,
         }
         self.num_encoded = 0
@@ -115,20 +124,28 @@ class Tokenizer:
 
     @property
     def identity(self) -> str:
-        """The tokenizer's part in the name of a unit: the file's hash, the end-of-sequence id if another file sets it,
-        and BOS."""
+        """The tokenizer's part in the name of a unit: the file's hash, and, if other files or flags set them, the
+        end-of-sequence id, control tokens and BOS."""
         digest = self.description["sha256"]
         identity = f"{digest}, {self.eos_id}" if len(self.files) > 1 else digest
+        if control := self.description.get("control_tokens"):
+            identity += f", without {json.dumps(control)}"
         return f"{identity}, after {self.bos_ids[0]}" if len(self.bos_ids) else identity
 
     def contents(self) -> dict[str, bytes]:
-        """The files of a data directory by name: those of the tokenizer, and in them the end of a document."""
+        """The files of a data directory by name: those of the tokenizer, and in them the end of a document and the
+        control tokens that they do not name."""
         found = {name: path.read_bytes() for name, path in self.files.items()}
         if isinstance(self.model, HuggingFaceModel):
             end = self.model.id_to_piece(self.eos_id)
-            config = parse_json(found[CONFIG])
+            config, more = parse_json(found[CONFIG]), {}
             if end != config.get(DOCUMENT_END, self.model.eos_token):
-                found[CONFIG] = json_bytes({**config, DOCUMENT_END: end})
+                more[DOCUMENT_END] = end
+            if not named_tokens(config).issuperset(self.model.unmarked):
+                listed = config.get(SPECIAL) or []
+                more[SPECIAL] = [*listed, *(token for token in self.model.unmarked if token not in listed)]
+            if more:
+                found[CONFIG] = json_bytes({**config, **more})
         return found
 
     def ends(self) -> str:
@@ -147,6 +164,15 @@ class Tokenizer:
             return f"{sentence} and begin with {begin}"
         usual = ", as transformers does" if getattr(self.model, "begins", False) else ""
         return f"{sentence}; no token begins them (--bos puts {begin} there{usual})"
+
+    def spelled(self) -> str:
+        """Return what to add about user-defined pieces that look like control tokens; empty if there are none."""
+        if not isinstance(self.model, sentencepiece.SentencePieceProcessor):
+            return ""
+        proto = sentencepiece_model_pb2.ModelProto.FromString(self.model.serialized_model_proto())
+        defined = [piece.piece for piece in proto.pieces if piece.type == proto.SentencePiece.USER_DEFINED]
+        found = [*filter(IN_BRACKETS.fullmatch, defined)]
+        return f"; a text that spells {listing(found)} gets their ids" if found else ""
 
     @cached_property
     def cache(self) -> SegmentCache | Batches | None:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data_prep.containers import READ, InputError, reading
-from data_prep.corpora import recognize
+from data_prep.corpora import reason_to_leave_out, recognize, variants_of_c4
 from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
 from data_prep.storage import is_remote, open_file, remote_files
 from data_prep.tables import first_row
@@ -36,6 +37,7 @@ NO_DATA = re.compile(
     r"|\.(md|py|sh|sha256|md5|lock)$"
 )
 UNFINISHED = re.compile(r"\.(part|partial|incomplete|crdownload|aria2|download|tmp)$")
+DOCUMENTATION = "left out because they are not data"
 LEFT_OUT = "left_out.txt"  # in a data directory: files that the last command left out
 SHOWN = 20  # files shown of a long list
 
@@ -54,8 +56,8 @@ class Source:
         pieces, alike = sorted(self.pieces, key=lambda piece: (piece.name, piece.path)), {}
         self.pieces = []
         for piece in pieces:
-            others = alike.setdefault((piece.size, piece.sample), [])
-            if any((piece.size or piece.name == other.name) and same_content(piece, other) for other in others):
+            others = alike.setdefault((piece.sample, piece.size or piece.name), [])  # empty files may differ in name
+            if any(same_content(piece, other) for other in others):
                 self.copies.append(piece)
             else:
                 others.append(piece)
@@ -154,18 +156,19 @@ def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | I
 
 def recognized_sources(
     directories: list[str], text_key: str, elsewhere: set[str], only: list[str]
-) -> tuple[dict[str, list[Piece]], list[str], list[str], list[str]]:
-    """Return {source: its files below ``directories``}, sentences for unreadable files, remarks for the user, and the
-    files that are not data.
+) -> tuple[dict[str, list[Piece]], list[str], list[str], dict[str, list[str]]]:
+    """Return {source: its files below ``directories``}, sentences for unreadable files, remarks for the user, and
+    {reason: files that are left out}.
 
     Files in ``elsewhere`` (real paths) have been named already. If ``only`` is given, only these sources are kept. A
     file that mixes sources is in each of them. A file of an unknown corpus counts as unreadable, and a remark says so
-    before the work starts. Raises ConfigError if all files are of no known corpus.
+    before the work starts. Raises ConfigError if all files are of no known corpus, or if some are of several
+    variants of C4.
     """
-    sources, unreadable, left_out, unknown, found = {}, [], [], [], set()
+    sources, unreadable, left_out, unknown, found = {}, [], defaultdict(list), [], set()
     for directory in directories:
         files, no_data = files_below(directory)
-        left_out += no_data
+        left_out[DOCUMENTATION] += no_data
         files = [file for file in files if os.path.realpath(file[0]) not in elsewhere]
         elsewhere = elsewhere | {os.path.realpath(path) for path, _ in files}
         for path, piece in inspect_files(files):
@@ -173,7 +176,7 @@ def recognized_sources(
                 if isinstance(piece, InputError):
                     raise piece
                 if not piece.size:
-                    left_out.append(path)
+                    left_out[DOCUMENTATION].append(path)
                     continue
                 names, description = sources_of(piece, directory, text_key)
             except InputError as error:
@@ -181,10 +184,18 @@ def recognized_sources(
                 continue
             if not names:
                 unknown.append(f"{path}: {description}")
+            kept = [name for name in names if not only or name in only]
+            if kept and (why := reason_to_leave_out(piece.name, names)):
+                left_out[why].append(path)
+                continue
             found.update(names)
-            for name in names:
-                if not only or name in only:
-                    sources.setdefault(name, []).append(replace(piece, source=name) if len(names) > 1 else piece)
+            for name in kept:
+                sources.setdefault(name, []).append(replace(piece, source=name) if len(names) > 1 else piece)
+    if len(variants := variants_of_c4(piece.path for piece in sources.get("c4", ()))) > 1:
+        raise ConfigError([
+            f"--recognize {' '.join(directories)}: holds {' and '.join(variants)} of C4, which share most of their "
+            "texts; move all but one away, or leave c4 out with --only and name one with --source c4=GLOB"
+        ])
     remarks = []
     if unknown:
         remarks.append(

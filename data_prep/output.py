@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from data_prep.documents import STDIN, STREAM
 from data_prep.encoding import Tokenizer
 from data_prep.inputs import LEFT_OUT, Source, same_content
 from data_prep.storage import exists, is_remote
@@ -24,9 +25,11 @@ from moh_lm.data.files import ShardError, beside, publish, read_json
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.parsing import parse_json
+from moh_lm.units import listing
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
 FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", LEFT_OUT, *TOKENIZER_FILES)))
+SETTLED = ("sha256", "eos_id", "bos_id", "control_tokens")  # facts of a tokenizer that settle the ids of a text
 TEMPORARY = re.compile(rf"({FILES})\.tmp-\d+")
 
 
@@ -92,11 +95,12 @@ def replaced_shards(
     """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units.
 
     A file of the same content is the same input: it was moved, or is a copy. Raises ConfigError, before any work is
-    done, if such a shard also holds other files, which would be lost with it, or if a shard was made with a different
-    tokenizer.
+    done, if such a shard also holds other files, which would be lost with it, if a shard was made with a different
+    tokenizer, or if a source that gets standard input has shards of another one.
     """
     planned = {(unit.source, unit.name) for unit in units}
     inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}
+    streamed = {name for name, source in sources.items() if any(piece.name == STDIN for piece in source.pieces)}
     contents = {(name, piece.size, piece.sample): piece for name, source in sources.items() for piece in source.pieces}
 
     @cache
@@ -116,18 +120,23 @@ def replaced_shards(
             sidecar = read_sidecar(path)
         except ShardError as error:
             raise ConfigError([f"--output {output}: {error}; move it away, or choose another directory"]) from error
-        both = sidecar["tokenizer"], tokenizer.description
-        used, given = map(describe_tokenizer, both)
-        if used != given:
+        used, given = sidecar["tokenizer"], tokenizer.description
+        if any(used.get(key) != given.get(key) for key in SETTLED):
             raise ConfigError([
-                f"--output {output}: source {source} was made with another tokenizer, SHA-256 {used}; --tokenizer has "
-                f"{given}; choose another directory, or the same tokenizer"
+                f"--output {output}: source {source} was made with another tokenizer, SHA-256 "
+                f"{describe_tokenizer(used)}; --tokenizer has {describe_tokenizer(given)}; choose another directory, "
+                "or the same tokenizer"
             ])
         named = {
             made_of["path"]: input_of(source, made_of["path"], made_of["size"], made_of["sample"])
             for made_of in sidecar["inputs"]
         }
         mine = list(filter(None, named.values()))
+        if not mine and source in streamed and any(file.startswith(STREAM) for file in named):
+            raise ConfigError([
+                f"--source {source}=-: {path} was made from other standard input, to which this text would be added; "
+                f"remove {path.parent}/stdin-*.json to replace that text, or give another source name"
+            ])
         if not mine:
             continue
         unnamed = [file for file in named if not named[file] and file not in sources[source].paths]
@@ -143,7 +152,9 @@ def replaced_shards(
 
 def describe_tokenizer(facts: dict) -> str:
     begin = f" after each and {facts['bos_id']} before" if "bos_id" in facts else ""
-    return f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}{begin}"
+    control = facts.get("control_tokens", [])
+    more = f" and {len(control)} more control tokens ({listing(control)})" if control else ""
+    return f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}{begin}{more}"
 
 
 def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]:

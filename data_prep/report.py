@@ -14,16 +14,17 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data_prep.containers import FAILURES, READ, unpacked
+from data_prep.corpora import NOT_FOR_TRAINING, OTHER_LANGUAGES
 from data_prep.documents import Piece
-from data_prep.inputs import Source
+from data_prep.inputs import DOCUMENTATION, Source
 from data_prep.storage import open_file
 from data_prep.units import Unit
 from moh_lm.data.files import publish
 
 FEW = 3  # files named in a line
 QUIET = 10  # seconds of silence after which a line is printed
-NO_DATA, COPIES = "left out because they are not data", "left out as copies of other files"
-EMPTY = "contain no document"
+COPIES, EMPTY = "left out as copies of other files", "contain no document"
+REASONS = (COPIES, EMPTY, DOCUMENTATION, NOT_FOR_TRAINING, OTHER_LANGUAGES)
 JUDGED = 1 << 20  # bytes of a compressed file from which its size is estimated
 
 
@@ -35,7 +36,7 @@ class LeftOut:
         self.path = path
         self.lines = []
         with suppress(OSError):  # the list of an earlier command
-            if path.read_bytes().startswith(tuple(f"{why}: ".encode() for why in (NO_DATA, COPIES, EMPTY))):
+            if path.read_bytes().startswith(tuple(f"{why}: ".encode() for why in REASONS)):
                 path.unlink()
         self.is_free = not os.path.lexists(path)
 

@@ -20,6 +20,7 @@ from data_prep.table_sizes import largest_batch, largest_page
 ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
 BATCH, ROWS = 1 << 24, 8  # declared bytes of text, and rows, that are read from a row group at once
 REPEATED = 1 << 26  # bytes that these rows may have if each of them is as long as the largest page
+NUMBERS = 4096  # rows of a dictionary-encoded column: each batch has the whole dictionary, whatever its rows
 pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the default pool keeps freed pages
 
 
@@ -77,13 +78,14 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
     with open_table(piece.path) as raw:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
         columns = [text_key, *single_values(file.schema, SET_COLUMNS if piece.source else ())]
+        numbered = columns == [text_key] and pyarrow.types.is_dictionary(file.schema_arrow.field(text_key).type)
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
         row = first = sum(rows[: piece.start])
         total = sum(rows[piece.start : piece.end])
         for group in range(piece.start, piece.end):
             largest = check_pages(piece, file.metadata.row_group(group), columns)
             at_once = min(BATCH * rows[group] // max(1, sizes[group]), REPEATED // max(1, largest))
-            batch_size = max(1, min(ROWS, at_once))
+            batch_size = NUMBERS if numbered else max(1, min(ROWS, at_once))
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
                 yield batch, row, piece.num_bytes * (row + len(batch) - first) // total
                 row += len(batch)

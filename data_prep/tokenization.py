@@ -11,7 +11,7 @@ from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import LEFT_OUT, Source, named_source, recognized_sources, source_patterns, standard_input
 from data_prep.output import finished_sidecars, sweep
-from data_prep.report import NO_DATA, LeftOut, outlook, plan_line, print_others, print_summary, progress_bar, room, told
+from data_prep.report import LeftOut, outlook, plan_line, print_others, print_summary, progress_bar, room, told
 from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
@@ -22,9 +22,9 @@ from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
 
 def run(flags) -> int:
     tokenizer = Tokenizer(flags.tokenizer, flags.bos, flags.engine)
-    print(tokenizer.ends())
+    print(tokenizer.ends() + tokenizer.spelled())
     with told("looking at the inputs"):
-        sources, from_stdin, failures, no_data = find_sources(flags)
+        sources, from_stdin, failures, not_for_training = find_sources(flags)
     output = data_directory.writable_directory(flags.output)
     try:
         with ExitStack() as stack:
@@ -37,8 +37,9 @@ def run(flags) -> int:
                 except InputError as error:
                     failures[from_stdin].append(str(error))
             left_out = LeftOut(output / LEFT_OUT)
-            if no_data:
-                print(left_out.say(NO_DATA, no_data))
+            for why, files in not_for_training.items():
+                if files:
+                    print(left_out.say(why, files))
             fill(output, sources, tokenizer, flags, failures, left_out)
     except OSError as error:
         failures[""].append(f"{error.filename or output}: {error.strerror or error}, {room(output)}")
@@ -101,9 +102,9 @@ def fill(
     print_summary([name for name in sources if name not in absent], finished, left_out)
 
 
-def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]], list[str]]:
+def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]], dict[str, list[str]]]:
     """Return {name: files} of the sources; the name of standard input's source; {name: sentences for unreadable files};
-    and files that are not data.
+    and {reason: files that are left out}.
 
     The empty name has the sentences that belong to no source. Raises ConfigError.
     """
@@ -119,18 +120,19 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
     if from_stdin and sys.stdin.isatty():
         problems.append(f"--source {from_stdin[0]}=-: standard input is a terminal; write ... | python data_prep/...")
     raise_any(problems)
-    unreadable, no_data = [], []
+    unreadable, left_out = [], {}
     if flags.recognize:
         named = {os.path.realpath(path) for source in sources.values() for path in source.paths}
-        found, unreadable, remarks, no_data = recognized_sources(flags.recognize, flags.text_key, named, flags.only)
+        found, unreadable, remarks, left_out = recognized_sources(flags.recognize, flags.text_key, named, flags.only)
         for name, pieces in found.items():
             sources.setdefault(name, Source()).pieces += pieces
         for remark in remarks:
             print(remark)
         if not sources and not unreadable:
-            raise ConfigError([f"--recognize {' '.join(flags.recognize)}: holds no file with data; check the path"])
+            problem = "holds no file with data for training; check the path"
+            raise ConfigError([f"--recognize {' '.join(flags.recognize)}: {problem}"])
     failures = {"": unreadable, **{name: [] for name in sources}}
-    return sources, from_stdin[0] if from_stdin else None, failures, no_data
+    return sources, from_stdin[0] if from_stdin else None, failures, left_out
 
 
 def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:

@@ -186,9 +186,9 @@ def files(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def give_tokenizer(directory, tokenizer):
-    """Put ``tokenizer`` into a data directory as if its shards had been made with it."""
+def give_tokenizer(directory, tokenizer, **facts):
+    """Put ``tokenizer`` into a data directory as if its shards had been made with it; facts: more for the manifest."""
     shutil.copyfile(tokenizer, directory / "tokenizer.model")
     manifest = read_facts(directory / "manifest.json")
-    manifest["tokenizer"]["sha256"] = sha256_of(tokenizer)
+    manifest["tokenizer"] |= {"sha256": sha256_of(tokenizer), **facts}
     (directory / "manifest.json").write_bytes(seal(json_bytes(manifest)))

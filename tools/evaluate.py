@@ -217,6 +217,7 @@ def result_in(path, arguments):
         found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]
         suite, limit = result["suite"], result["limit"]
         _ = [result[key] for key in ("model", "average", "average_stderr", "max_length")]  # KeyError if one is missing
+        _ = way_of(result)
         _ = [row[key] for row in result["tasks"] for key in ("column", "value", "stderr")]
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError([f"--compare {path}: is neither a model nor a file of --output"]) from error
@@ -247,6 +248,11 @@ def result_of(path, arguments):
         return parse_json(output.read_text(encoding="utf-8"))
 
 
+def way_of(result):
+    """Return the program and the precision by which a result was made, in words."""
+    return f"lm_eval {result['versions']['lm_eval']} and --dtype {result['dtype']}"
+
+
 def print_table(results, arguments):
     """Every model's numbers in percent, and below them their standard errors."""
     from data_prep.report import table
@@ -268,6 +274,9 @@ def print_table(results, arguments):
     if len(set(lengths)) > 1:
         shown = ", ".join(f"{result['max_length'] or 'unknown'} of {result['model']}" for result in results)
         print(f"the models saw different lengths: at most {shown}; --max-length gives all the same")
+    if len(set(map(way_of, results))) > 1:
+        shown = ", ".join(f"{way_of(result)} for {result['model']}" for result in results)
+        print(f"the models were scored in different ways: by {shown}; evaluate them again in the same way")
     if arguments.limit:
         print(f"limited to the first {arguments.limit} questions of each task")
 

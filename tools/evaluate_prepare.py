@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import ConfigError, raise_any
-from moh_lm.data.files import publish, sha256_of
+from moh_lm.data.files import publish
 from tools.tasks.flags import add_task_flags, task_problems
 from tools.tasks.suites import SEED, entries_of
 
@@ -30,6 +30,8 @@ def add_flags(parser):
     add_task_flags(parser)
     words = "tokenizer of the run, or its data directory"
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help=words)
+    parser.add_argument("--bos", action="store_true", help="begin every context with the beginning-of-sequence token, "
+                        "as tokenize.py --bos begins documents")  # fmt: skip
     parser.add_argument("--output", required=True, type=output_path, metavar="FILE", help="file to write, in JSON "
                         "lines")  # fmt: skip
 
@@ -39,12 +41,13 @@ def check(arguments):
 
 
 def run(arguments):
-    from moh_lm.data.tokenizer import model_files
+    from data_prep.encoding import Tokenizer
     from tools.tasks.rows import load_tasks
 
     entries = entries_of(arguments.suite, arguments.tasks)
-    encode = encoder(arguments.tokenizer)
-    header = {"tokenizer": sha256_of(next(iter(model_files(arguments.tokenizer).values())))}
+    tokenizer = Tokenizer(str(arguments.tokenizer), arguments.bos)
+    encode, facts = encoder(tokenizer), tokenizer.description
+    header = {"tokenizer": facts["sha256"], **({"bos_id": facts["bos_id"]} if arguments.bos else {})}
     lines, counts = [json.dumps(header)], {}
     with load_tasks(entries, arguments.data) as (_, tasks):
         for entry in entries:
@@ -72,20 +75,21 @@ def refuse_unscorable(rows):
             raise ConfigError([f"{row['task']}: row {number}: {problem}; fix the row, or choose other --tasks"])
 
 
-def encoder(path):
-    """Return a function from (context, continuation) to their ids, split as in the harness. EOS is an empty context."""
-    from data_prep.encoding import Tokenizer
+def encoder(tokenizer):
+    """Return a function from (context, continuation) to their ids, split as in the harness.
 
-    tokenizer = Tokenizer(str(path))
+    A context begins with the BOS of ``tokenizer``, if it puts one before documents. An empty one is BOS, or else EOS.
+    """
+    begin = tokenizer.bos_ids.tolist()
 
     def ids(text):
         return list(map(int, tokenizer.model.encode(text)))
 
     def encode(context, continuation):
         if not context:
-            return [tokenizer.eos_id], ids(continuation)
+            return begin or [tokenizer.eos_id], ids(continuation)
         before = ids(context.rstrip())  # spaces at its end belong to the continuation
-        return before, ids(context + continuation)[len(before) :]
+        return begin + before, ids(context + continuation)[len(before) :]
 
     return encode
 

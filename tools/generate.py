@@ -77,7 +77,7 @@ def run(arguments):
         use_gpu(arguments)
     model, limit, encoder = load(arguments, arguments.attention_backend)
     tokenizer = encoder.model
-    prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
+    prompts = [[*encoder.bos_ids, *tokenizer.encode(prompt, out_type=int)] for prompt in arguments.prompt]
     check_lengths(arguments, prompts, limit)
     write(arguments, model, tokenizer, prompts)
 
@@ -97,7 +97,7 @@ def use_gpu(arguments):
 def check_lengths(arguments, prompts, limit):
     problems = []
     for text, prompt in zip(arguments.prompt, prompts, strict=True):
-        if not len(prompt):
+        if not prompt:
             problems.append(f"--prompt {text!r}: contains no tokens; give some text")
         elif len(prompt) + arguments.max_new_tokens > limit:
             length = f"{len(prompt)} tokens plus {arguments.max_new_tokens} new ones are too many"

@@ -32,19 +32,21 @@ class Dataset(TrainingData):
     """The sources of a run and their mixture, made by ``Dataset.open``. notes: remarks for the user.
 
     segments: what the run has read so far (segments.py). decay: the first sample and the mixture of the decay, or None.
-    num_pieces: pieces of the tokenizer, None if unknown.
+    num_pieces: pieces of the tokenizer, None if unknown. bos_id: the token that begins every document, or None.
     """
 
     num_pieces: int | None = None
 
     def __init__(
-        self, sources, mixture, data: DataConfig, notes: list[str], segments: list[dict] | None = None, decay=None
-    ):
+        self, sources, mixture, data: DataConfig, notes: list[str], segments: list[dict] | None = None, decay=None,
+        bos_id: int | None = None,
+    ):  # fmt: skip
         self.sources: list[Source] = sources
         self.mixture: Mixture = mixture
         self.source_names: list[str] = mixture.names
         self.data = data
         self.notes = notes
+        self.bos_id = bos_id
         self.segments = segments or next_segments([], self.fingerprint(), 0)
         self.decay: tuple[int, Mixture] | None = None
         if decay:
@@ -116,7 +118,8 @@ class Dataset(TrainingData):
             stage = decay_begins, later
             shares = ", ".join(f"{name} {share:.2%}" for name, share in later.shares().items() if share)
             notes.append(f"from sample {decay_begins:,} on: {shares} (--decay-mix)")
-        dataset = cls(sorted(sources, key=lambda source: source.name), mixture, data, notes, decay=stage)
+        sources.sort(key=lambda source: source.name)
+        dataset = cls(sources, mixture, data, notes, decay=stage, bos_id=manifest["tokenizer"].get("bos_id"))
         dataset.num_pieces = manifest["tokenizer"].get("vocab_size")
         return dataset
 
@@ -189,7 +192,8 @@ class Dataset(TrainingData):
         return {name: windows_read(segments, samples, name, shards) for name in self.source_names}
 
     def state(self, consumed_samples: int = 0) -> dict:
-        """Return what a checkpoint keeps: the segments of the run, and the shards by name and content. JSON-able."""
+        """Return what a checkpoint keeps: the segments of the run, the shards by name and content, and ``bos_id`` if
+        documents begin with it. JSON-able."""
         segments, newest = self.segments, self.mixture_of(consumed_samples - 1)
         if newest is not self.mixture:
             segments = next_segments(segments, self.fingerprint(newest), newest.first_sample)
@@ -197,7 +201,8 @@ class Dataset(TrainingData):
             source.name: {basename(shard.prefix): shard.content[:16] for shard in source.shards}
             for source in self.sources
         }
-        return {"segments": segments, "units": units}
+        begin = {} if self.bos_id is None else {"bos_id": self.bos_id}
+        return {"segments": segments, "units": units, **begin}
 
     def changes(self, state: dict, consumed_samples: int = 0) -> list[str]:
         """Return a sentence for each difference between this dataset and that of a checkpoint with
@@ -224,9 +229,8 @@ class Dataset(TrainingData):
         segments = next_segments(state["segments"], self.fingerprint(newest), consumed_samples)
         first = segments[-1]["first_sample"]
         mixture = newest.after(first, self.consumed(segments, first) | segments[-1]["consumed"])
-        return Dataset(
-            self.sources, mixture, self.data, self.notes, segments, self.decay if newest is self.mixture else None
-        )
+        decay = self.decay if newest is self.mixture else None
+        return Dataset(self.sources, mixture, self.data, self.notes, segments, decay, self.bos_id)
 
 
 def bytes_per_token(units):

@@ -17,7 +17,7 @@ import numpy as np
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
 
-DOCUMENT_END = "document_end"
+DOCUMENT_END, SPECIAL = "document_end", "additional_special_tokens"  # keys of tokenizer_config.json
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")  # usual ends of a text in pretraining
 CONTROL = re.compile(r"<[|｜].+[|｜]>|<(/?s|bos|eos|pad|unk|mask)>|\[(CLS|SEP|PAD|UNK|MASK)\]")
 IN_BRACKETS = re.compile(r"<\S+>|\[\S+\]")  # a control token if the chat template has it
@@ -27,7 +27,8 @@ class HuggingFaceModel:
     """The tokenizer of a directory, with the methods of SentencePieceProcessor that encoding needs.
 
     eos_token: its text, or None; documents may end with another token. begins: whether transformers puts the
-    beginning-of-sequence token before a text. dropout: the rate that was switched off, or None.
+    beginning-of-sequence token before a text. dropout: the rate that was switched off, or None. unmarked: control
+    tokens that tokenizer.json does not call special, sorted.
     """
 
     def __init__(self, directory: str | Path):
@@ -47,10 +48,13 @@ class HuggingFaceModel:
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             added = self.tokenizer.encode("").tokens
+            self.unmarked = []
             for token in self.tokenizer.get_added_tokens_decoder().values():
                 if is_control(token.content, named_tokens(config) | named_tokens(more) | {*added}, template):
+                    self.unmarked += [] if token.special else [token.content]
                     token.special = True
                     self.tokenizer.add_special_tokens([token])
+            self.unmarked.sort()
             self.eos_token, begin = (text_of(config.get(name)) for name in ("eos_token", "bos_token"))
             self.eos, self.bos = self.number(self.document_end(directory, config, template)), self.number(begin)
         except Exception as error:  # tokenizers raises no other class
@@ -89,6 +93,10 @@ class HuggingFaceModel:
     def bos_id(self) -> int:
         return self.bos
 
+    def control_tokens(self) -> set[str]:
+        """Return the texts of special tokens, which are found in no text."""
+        return {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
+
     def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
         """Return the ids of ``text``, uint32 [tokens]."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
@@ -111,7 +119,7 @@ def is_control(token: str, named: set[str], template: str) -> bool:
 def named_tokens(config: dict) -> set[str | None]:
     """Return the special tokens that tokenizer_config.json or special_tokens_map.json names."""
     found = [value for key, value in config.items() if key.endswith("_token")]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
+    for key in (SPECIAL, "extra_special_tokens"):
         more = config.get(key) or []
         found += more.values() if isinstance(more, dict) else more
     decoder = (config.get("added_tokens_decoder") or {}).values()

@@ -23,6 +23,9 @@ from moh_lm.kernels.triton_router_kernels import backward_kernel, finish_kernel,
 FORWARD = dict(BT=64, BK=64, num_warps=4, num_stages=4)  # tokens of a block, channels of a step
 BACKWARD = dict(BT=64, BD=64, num_warps=4, num_stages=2)  # tokens of a block, channels of a program
 MANY_SCORES = BACKWARD | dict(BT=32, num_warps=8)  # for 64 or more scores per token: registers would not suffice
+WIDE_SCORES = 256  # bytes of a token's scores, in the dtype of x, from which shared memory would not suffice either
+FORWARD_WIDE = dict(BT=32, BK=64, num_warps=8, num_stages=2)
+BACKWARD_WIDE = dict(BT=32, BD=32, num_warps=8, num_stages=1)
 PARTS = 64  # largest number of parts of dW
 AT_ONCE = 4096  # numbers that ``finish_kernel`` reads at once
 
@@ -38,7 +41,13 @@ def constants(form, numbers, dtype):
     )  # fmt: skip
 
 
-def backward_tiles(of):
+def forward_tiles(of, dtype):
+    return FORWARD_WIDE if of["RP"] * dtype.itemsize >= WIDE_SCORES else FORWARD
+
+
+def backward_tiles(of, dtype):
+    if of["RP"] * dtype.itemsize >= WIDE_SCORES:
+        return BACKWARD_WIDE
     return MANY_SCORES if of["RP"] >= 64 else BACKWARD
 
 
@@ -66,11 +75,12 @@ def route(
     in a group.
     """
     gates, selected, selection, scores, parts = results = empty_results(x, form, numbers, says_selected)
+    of = constants(form, numbers, x.dtype)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         forward_kernel[parts.shape[:2]](
             x, *pointers(w_shared, w_routed, w_type), bias, use, replayed, gates, selected if says_selected else None,
             selection, scores, parts, x.stride(0), x.stride(1), *x.shape, RATE=rate, K=active,
-            **constants(form, numbers, x.dtype), **FORWARD,
+            **of, **forward_tiles(of, x.dtype),
         )  # fmt: skip
     return results
 
@@ -81,7 +91,7 @@ def empty_results(x, form, numbers, says_selected):
     heads, experts = of["G"] * (of["NS"] + of["E"]) * of["SIZE"], of["G"] * of["E"]
     selected = x.new_empty((length, batch, heads) if says_selected else 0, dtype=torch.bool)
     gates, selection, scores = (x.new_empty((length, batch, n), dtype=wide) for n in (heads, experts, of["RP"]))
-    parts = x.new_empty((triton.cdiv(length, FORWARD["BT"]), batch, 2 * experts + 3), dtype=wide)
+    parts = x.new_empty((triton.cdiv(length, forward_tiles(of, x.dtype)["BT"]), batch, 2 * experts + 3), dtype=wide)
     return gates, selected, selection, scores, parts
 
 
@@ -131,7 +141,7 @@ def differentiate(
     (length, batch, d), rows = x.shape, len(dweights)
     dgates = dgates if dgates.stride(-1) == 1 else dgates.contiguous()
     of = constants(form, numbers, x.dtype)
-    chosen = backward_tiles(of)
+    chosen = backward_tiles(of, x.dtype)
     blocks = triton.cdiv(length * batch, chosen["BT"])
     tiles = triton.cdiv(blocks, PARTS)
     sums = scores.new_empty((triton.cdiv(blocks, tiles), rows, d))

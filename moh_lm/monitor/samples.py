@@ -16,10 +16,11 @@ from moh_lm.parallel.cross_entropy import MOST_LIKELY
 class Samples:
     """The prompts of ``config.run.sample_prompts``, and how a model continues them.
 
-    tokenizer: path of the data's tokenizer, or None. Raises ConfigError if a prompt has no tokens.
+    tokenizer: path of the data's tokenizer, or None. bos_id: begins the prompts as it begins documents of the data, or
+    None. Raises ConfigError if a prompt has no tokens.
     """
 
-    def __init__(self, config, tokenizer):
+    def __init__(self, config, tokenizer, bos_id):
         self.prompts, self.run = config.run.sample_prompts, config.run
         if not self.prompts:
             return
@@ -28,7 +29,8 @@ class Samples:
         if odd := [prompt for prompt in self.prompts if re.search("[\ud800-\udfff]", prompt)]:
             raise ConfigError([f"--sample-prompts {odd[0]!r}: is not UTF-8; give text in UTF-8"])
         self.tokenizer = read_model(tokenizer)
-        self.tokens = [list(map(int, self.tokenizer.encode(prompt, out_type=int))) for prompt in self.prompts]
+        begin, encode = ([] if bos_id is None else [bos_id]), self.tokenizer.encode
+        self.tokens = [[*begin, *map(int, encode(prompt, out_type=int))] for prompt in self.prompts]
         if empty := [prompt for prompt, tokens in zip(self.prompts, self.tokens, strict=True) if not tokens]:
             raise ConfigError([f"--sample-prompts {empty[0]!r}: contains no tokens; give some text"])
 

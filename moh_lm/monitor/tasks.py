@@ -2,7 +2,7 @@
 
 ``tools/evaluate_prepare.py`` writes the tasks once, with the harness's own prompts, as JSON lines:
 
-    {"tokenizer": SHA-256 of tokenizer.model or tokenizer.json}                                   the first line
+    {"tokenizer": SHA-256 of tokenizer.model or tokenizer.json, "bos_id": id (with --bos)}         the first line
     {"task": name, "gold": index, "choices": [[context ids, continuation ids, characters], ...]}  one line per question
 
 The score of a choice is the log-likelihood of its continuation after its context. ``acc`` is the share of questions
@@ -36,11 +36,12 @@ class Question(NamedTuple):
 class Tasks:
     """The questions of ``config.run.eval_tasks`` by task, and a rank's share of their choices as micro-batches.
 
-    tokenizer: path of the data's tokenizer, or None. Raises ConfigError if the file does not hold tasks, has an invalid
-    question, or was made for another tokenizer, vocabulary or length.
+    tokenizer: path of the data's tokenizer, or None. bos_id: begins documents of the data, or None. Raises ConfigError
+    if the file does not hold tasks, has an invalid question, or was made for another tokenizer, BOS, vocabulary or
+    length.
     """
 
-    def __init__(self, config, tokenizer):
+    def __init__(self, config, tokenizer, bos_id):
         self.questions = {}  # {task: [Question]}
         self.seq_length = config.run.seq_length
         path = config.run.eval_tasks
@@ -48,13 +49,15 @@ class Tasks:
             return
         try:
             header, *rows = map(parse_json, Path(path).read_text(encoding="utf-8").splitlines())
-            made_with = header["tokenizer"]
+            made_with, begin = header["tokenizer"], header.get("bos_id")
         except (OSError, ValueError, LookupError, TypeError) as error:
             remedy = "make one with tools/evaluate_prepare.py"
             raise ConfigError([f"--eval-tasks {path}: is not a file of tasks ({error}); {remedy}"]) from error
         problems = row_problems(rows, config.model.vocab_size, self.seq_length)
         if tokenizer and made_with != sha256_of(tokenizer):
             problems.append(f"was made with another tokenizer than {tokenizer}")
+        if begin != bos_id:
+            problems.append("was made with --bos, unlike the data" if bos_id is None else "lacks the --bos of the data")
         remedy = "make it again with tools/evaluate_prepare.py"
         raise_any([f"--eval-tasks {path}: {problem}; {remedy}" for problem in problems])
         for row in rows:

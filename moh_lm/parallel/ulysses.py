@@ -63,7 +63,7 @@ def picked(tensor, dim, numbers):
     return tensor.index_select(dim, index(tuple(numbers), tensor.device))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # a CUDA graph may read any of them later
 def on_device(numbers, device):
     """Return an index as a tensor that is copied once. A list would be copied, and wait for the GPU, in each call."""
     return torch.tensor(numbers, device=device)

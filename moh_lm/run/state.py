@@ -10,7 +10,7 @@
     guard                     the skipped steps, and the window in which spikes are detected (moh_lm.training.guard)
     interval                  sums since the last line of the log (moh_lm.monitor.accumulator)
     alarms                    alarms that have fired (moh_lm.monitor.alarms)
-    data                      how much of each shard was read (moh_lm.data.segments)
+    data                      how much of each shard was read (moh_lm.data.segments); bos_id if documents begin with one
     imported                  only in a run that began with an imported model: what the import recorded about it
 
 ``RunState`` writes and reads it; other code only knows the keys that it reads itself.
@@ -173,6 +173,8 @@ def alarms_fit(state, model):
 
 def data_fits(state, model):
     segments, units = state["data"]["segments"], state["data"]["units"]
+    if not is_count(state["data"].get("bos_id", 0), model.vocab_size - 1):
+        return False
     if not segments or "images" in segments[0]:  # an import has none, and those of images have other entries
         return len(segments) == (state["step"] > 0) and isinstance(units, dict)
     firsts = [segment["first_sample"] for segment in segments]
@@ -205,7 +207,7 @@ RULES = {  # key -> (whether its value fits a state and the model, what the valu
     "guard": (guard_fits, "losses and norms of equally many steps, and skipped steps in order"),
     "interval": (interval_fits, "sums for each source"),
     "alarms": (alarms_fit, "alarms with their counts"),
-    "data": (data_fits, "segments in order, with counts for each source"),
+    "data": (data_fits, "segments in order, with counts for each source, and bos_id, if any, in the vocabulary"),
 }
 
 

@@ -39,7 +39,7 @@ def open_data(config, problems, dry_run):
     raise_any(list(dict.fromkeys(problems)))
     if dataset:
         for read in (Tasks, Samples):  # so that their problems are reported now
-            read(config, dataset.tokenizer_path)
+            read(config, dataset.tokenizer_path, dataset.bos_id)
     return config, dataset
 
 
@@ -63,8 +63,8 @@ class Evaluation:
     def __init__(self, config, engine, loader, log, progress):
         self.run, self.engine, self.loader, self.log = config.run, engine, loader, log
         self.share = self.run.micro_batch_size, loader.rank, loader.size
-        self.tasks = Tasks(config, loader.dataset.tokenizer_path)
-        self.samples = Samples(config, loader.dataset.tokenizer_path)
+        of_data = loader.dataset.tokenizer_path, loader.dataset.bos_id
+        self.tasks, self.samples = Tasks(config, *of_data), Samples(config, *of_data)
 
     def __call__(self, step):
         self.evaluate_sources(step)

@@ -19,6 +19,7 @@ import torch
 
 from moh_lm.compared import TOLERANCE, Differs, distance, rounding
 from moh_lm.kernels.capture import capture_on_gpu
+from moh_lm.parallel.consensus import problems_of_all_ranks
 
 
 class Outputs(NamedTuple):
@@ -39,10 +40,12 @@ class CapturedMicroBatch:
 
     model: ``CausalLM``. recorders: returns the ``MicroBatchParts`` that a pass adds to. differences: (loss, gradient)
     of the newest graph from an uncaptured run, see ``distance``; None before the first. pool: see ``capture_on_gpu``.
+    together: returns the problems of all ranks, which record together.
     """
 
-    def __init__(self, model, recorders, device, pool=None):
+    def __init__(self, model, recorders, device, pool=None, together=problems_of_all_ranks):
         self.model, self.recorders, self.device, self.pool = model, recorders, device, pool
+        self.together = together
         self.weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.kind = self.inputs = self.graph = self.outputs = self.differences = None
 
@@ -58,17 +61,25 @@ class CapturedMicroBatch:
         return Replay.apply(self, *self.weights)
 
     def record(self, given):
-        """Capture a micro-batch like the ``given`` tensors. Raises ``Differs`` if a replay is not right."""
+        """Capture a micro-batch like the ``given`` tensors. Raises ``Differs`` on all ranks if a replay is wrong."""
         self.kind = self.graph = self.outputs = None  # the memory of an older graph is free for the next one
         self.inputs = [None if tensor is None else tensor.to(self.device, copy=True) for tensor in given]
+        tokens, others = self.inputs[0], self.inputs[0].roll(1, 1)  # a graph that kept its first tokens would differ
+        kept = tokens.clone()
+        tokens.copy_(others)
+        exact = self.compute()  # before the graph holds the memory of its activations
+        tokens.copy_(kept)
         self.graph, self.outputs = capture_on_gpu(self.compute, pool=self.pool)
-        self.inputs[0].copy_(self.inputs[0].roll(1, 1))  # a graph that had kept its first tokens would differ
-        exact = self.compute()
+        tokens.copy_(others)
         self.graph.replay()
         self.differences = loss, gradient = differences(self.outputs, exact)
+        problems = []
         if not (loss <= TOLERANCE and gradient <= rounding(self.weights[0].dtype)):
             what = "a captured micro-batch differs from one without a graph"
-            raise Differs.of("--cuda-graph", what, f"losses differ by {loss:.1e}, gradients by {gradient:.1e}")
+            found = f"losses differ by {loss:.1e}, gradients by {gradient:.1e}"
+            problems.append(str(Differs.of("--cuda-graph", what, found)))
+        if problems := self.together(problems):
+            raise Differs("\n".join(problems))
 
     def compute(self):
         """Run the micro-batch of ``inputs`` and return its ``Outputs``; ``recorders`` are left empty."""

@@ -39,12 +39,15 @@ def counting(lengths, first):
     return [np.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)]
 
 
-def make_directory(path, sources, vocab_size=VOCAB, sha256=TOKENIZER["sha256"]):
-    """A data directory: source -> shards -> lengths of documents. Every token of it is another number."""
+def make_directory(path, sources, vocab_size=VOCAB, **facts):
+    """A data directory: source -> shards -> lengths of documents. Every token of it is another number.
+
+    facts: of the tokenizer.
+    """
     token = 0
     for source, shards in sources.items():
         for number, lengths in enumerate(shards):
-            tokenizer = {**TOKENIZER, "sha256": sha256, "vocab_size": token + sum(lengths)}
+            tokenizer = {**TOKENIZER, **facts, "vocab_size": token + sum(lengths)}
             write(path / source / f"unit-{number}", counting(lengths, token), vocab_size, tokenizer)
             token += sum(lengths)
     write_manifest(path)

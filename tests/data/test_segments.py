@@ -35,6 +35,14 @@ def saved(dataset):
     return json.loads(json.dumps(dataset.state()))
 
 
+def test_a_checkpoint_keeps_the_bos_of_its_data(directory, tmp_path):
+    with_bos = make_directory(tmp_path / "bos", LENGTHS, bos_id=1)
+    for path, kept in ((directory, {}), (with_bos, {"bos_id": 1})):
+        dataset = open_dataset(path, "a=1 b=1")
+        for state in (saved(dataset), saved(dataset.continue_from(saved(dataset), 5))):
+            assert {key: state[key] for key in state.keys() - {"segments", "units"}} == kept
+
+
 def windows(dataset, first, end):
     """(source, epoch, first token) of samples ``first`` to ``end`` - 1."""
     source, epoch, position = dataset.mixture.locate(np.arange(first, end))

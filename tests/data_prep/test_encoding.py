@@ -120,6 +120,14 @@ def test_ids_are_int32_and_end_with_the_only_eos(llama):
         assert tokenizer.model.decode(ids[:-1].tolist()) == text
 
 
+def test_pieces_that_a_text_gets_by_spelling_them_are_named(llama, tmp_path):
+    assert Tokenizer(str(llama)).spelled() == ""
+    path = llama_like(tmp_path / "gemma.model", user_defined_symbols=["<start_of_turn>", "[X]", "word"])
+    tokenizer = Tokenizer(str(path))
+    assert tokenizer.encode("a <start_of_turn></s>").tolist().count(tokenizer.model.piece_to_id("<start_of_turn>")) == 1
+    assert tokenizer.spelled() == "; a text that spells <start_of_turn>, [X] gets their ids"
+
+
 def test_new_segments_for_ever_do_not_grow_the_cache(llama, monkeypatch):
     monkeypatch.setattr(segment_cache, "WINDOW", 1 << 12)
     monkeypatch.setattr(segment_cache, "STORED_SEGMENTS", 1 << 10)

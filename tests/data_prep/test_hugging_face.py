@@ -170,6 +170,31 @@ def test_a_control_token_that_is_not_called_special_stays_text(place, tmp_path):
     assert model.decode(ids) == text
 
 
+def test_a_data_directory_knows_the_control_tokens_of_a_template(tmp_path):
+    directory, copy = hugging_face_tokenizer(tmp_path / "hf", "bytes"), tmp_path / "copy"
+    add_tokens(directory, "[X]", "[Y]")
+    change(directory / "tokenizer_config.json", additional_special_tokens=["[Y]"])
+    (directory / "chat_template.jinja").write_text("[X]{{ messages }}")
+    copy.mkdir()
+    for name, content in Tokenizer(str(directory)).contents().items():
+        (copy / name).write_bytes(content)
+    first, second = Tokenizer(str(directory)), Tokenizer(str(copy))
+    assert first.encode("a [X][Y] b").tolist() == second.encode("a [X][Y] b").tolist()
+    assert first.identity == second.identity and first.contents() == second.contents()
+
+
+def test_other_control_tokens_make_another_tokenizer(tmp_path):
+    directory, texts = hugging_face_tokenizer(tmp_path / "hf", "bytes"), tmp_path / "a.jsonl"
+    add_tokens(directory, "[X]")
+    texts.write_bytes(json_lines(["a [X]"]))
+    tokenize(directory, tmp_path / "out", f"a={texts}")
+    change(directory / "tokenizer_config.json", chat_template="[X]")
+    _, stderr = tokenize(directory, tmp_path / "out", f"a={texts}", code=2)
+    assert "end-of-sequence id 2 and 1 more control tokens ([X]); choose another directory" in stderr
+    tokenize(directory, tmp_path / "new", f"a={texts}")
+    assert "1 of them already complete" in tokenize(tmp_path / "new", tmp_path / "new", f"a={texts}")[0]
+
+
 @pytest.mark.parametrize("token", ["<|user|>", "<｜User｜>", "<s>", "[MASK]", "<bos>"])
 def test_what_looks_like_a_control_token_stays_text(token, tmp_path):
     directory = hugging_face_tokenizer(tmp_path / "hf", "bytes")

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from data_prep.corpora import NOT_FOR_TRAINING, OTHER_LANGUAGES
 from data_prep.documents import documents
 from data_prep.inputs import NO_DATA, recognized_sources
 from moh_lm.config import ConfigError
@@ -134,8 +135,8 @@ def test_a_file_is_recognised_by_its_schema_under_any_name(name, tmp_path):
 
 @pytest.mark.parametrize("set_name", PILE_SETS)
 def test_every_set_of_the_pile_is_of_the_one_source_pile(set_name, tmp_path):
-    write(tmp_path / "val.jsonl.zst", {"text": "a", "meta": {"pile_set_name": set_name}})
-    assert sources_below(tmp_path) == {"pile": ["val.jsonl.zst"]}
+    write(tmp_path / "00.jsonl.zst", {"text": "a", "meta": {"pile_set_name": set_name}})
+    assert sources_below(tmp_path) == {"pile": ["00.jsonl.zst"]}
 
 
 @pytest.mark.parametrize("name", ["arxiv/x.jsonl", "ArXiv/2019/x.jsonl.zst", "arxiv_sample.jsonl", "arxiv_023a.jsonl"])
@@ -335,6 +336,24 @@ def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path
     (tmp_path / "in/x.jsonl").unlink()
     _, stderr = tokenize(model, tmp_path / "none", recognize=tmp_path / "in", code=2)
     assert f"--recognize {tmp_path}/in: holds no file with data" in stderr and not (tmp_path / "none").exists()
+
+
+def test_what_is_not_for_training_is_left_out_aloud(model, tmp_path):
+    c4, pile = {"text": "a", "timestamp": "", "url": ""}, {"meta": {"pile_set_name": "Github"}}
+    for name in ("train/00.jsonl", "latest.jsonl", "val.jsonl", "TEST/00.jsonl"):
+        write(tmp_path / "test/pile" / name, {"text": name, **pile})
+    for name in ("en/c4-train.0.json", "en/c4-validation.0.json", "multilingual/c4-de.0.json"):
+        write(tmp_path / "test/c4" / name, c4)
+    stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "test")
+    assert sorted(decoded(tmp_path / "out", "pile", model)) == ["latest.jsonl", "train/00.jsonl"]
+    assert decoded(tmp_path / "out", "c4", model) == ["a"]
+    held_out = ", ".join(f"{tmp_path}/test/{name}" for name in ("c4/en/c4-validation.0.json", "pile/TEST/00.jsonl"))
+    assert f"{NOT_FOR_TRAINING}: {held_out}, {tmp_path}/test/pile/val.jsonl\n" in stdout
+    assert f"{OTHER_LANGUAGES}: {tmp_path}/test/c4/multilingual/c4-de.0.json\n" in stdout
+    write(tmp_path / "test/c4/en.noclean/c4-train.0.json", c4)
+    with pytest.raises(ConfigError, match=r"holds en and en\.noclean of C4, .* move all but one away"):
+        sources_below(tmp_path / "test")
+    assert sources_below(tmp_path / "test", only=["pile"]).keys() == {"pile"}
 
 
 def test_data_that_are_called_state_or_licence_are_data():

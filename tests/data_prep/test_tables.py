@@ -14,7 +14,7 @@ from data_prep import tables
 from data_prep.containers import InputError
 from data_prep.documents import documents, inspect_file
 from data_prep.table_sizes import UNPACKED, largest_batch, largest_page, page_header
-from data_prep.tables import first_row
+from data_prep.tables import first_row, parquet_batches
 from data_prep.units import split
 from tests.tokenizing import TEXTS, read, write
 
@@ -39,6 +39,14 @@ def test_a_parquet_column_is_read_in_ranges_of_row_groups(kind, tmp_path):
     found = [document for piece in pieces for document in documents(piece, "text")]
     assert [document.text for document in found] == texts
     assert [document.offset for document in found] == list(range(100))
+
+
+def test_a_dictionary_is_read_once_for_many_rows(tmp_path):
+    column = pyarrow.array([f"row {number}" for number in range(1000)]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x")
+    piece = inspect_file(str(tmp_path / "x"), "x")
+    ((batch, first, position),) = parquet_batches(piece, "text")
+    assert (batch.column("text").to_pylist(), first, position) == (column.to_pylist(), 0, piece.num_bytes)
 
 
 def arrow(table, form, rows=13, **options):

@@ -178,10 +178,21 @@ def test_standard_input_is_divided_and_known_when_it_comes_again(model, tmp_path
     complete = re.search(r"a: (\d+) shards from 1 files, (\d+) of them already complete", again)
     assert complete[1] == complete[2]
     assert files(tmp_path / "out") == before
-    others = [["x" * 70_000, word, "y" * 70_000] for word in ("left", "lost")]  # of one size, with the same ends
-    for other in others:
-        run(*flags, input=json_lines(other))
-    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted(sum(others, texts))
+
+
+def test_other_standard_input_is_not_added_to_a_source(model, tmp_path):
+    output = tmp_path / "out"
+    flags = ("--tokenizer", model, "--source", "a=-", "--output", output, "--workers", 1)
+    first, second = (["x" * 70_000, word, "y" * 70_000] for word in ("left", "lost"))  # of one size, with the same ends
+    run(*flags, input=json_lines(first))
+    before = files(output)
+    said = run(*flags, input=json_lines(second), code=2).stderr.decode()
+    assert f"remove {output}/a/stdin-*.json to replace that text, or give another source name" in said
+    assert files(output) == before
+    for sidecar in (output / "a").glob("stdin-*.json"):
+        sidecar.unlink()
+    run(*flags, input=json_lines(second))
+    assert sorted(decoded(output, "a", model)) == sorted(second)
 
 
 def test_damaged_standard_input_fails_and_other_sources_go_on(model, tmp_path):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from data_prep import units as module
-from data_prep.documents import STDIN
-from data_prep.inputs import matching_files, named_source, recognized_sources
+from data_prep.documents import STDIN, Piece
+from data_prep.inputs import Source, matching_files, named_source, recognized_sources
 from data_prep.output import record_groups, recorded_groups
 from data_prep.units import divide, plan_units
 from moh_lm.config import ConfigError
@@ -94,6 +94,22 @@ def test_empty_files_of_one_name_are_copies(tmp_path):
     patterns = [f"{tmp_path}/{directory}/*" for directory in ("one", "two")]
     found = plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6)
     assert names(found) == [["a.txt"], ["b.txt"]]
+
+
+def test_each_empty_file_is_compared_with_few_others():
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    pieces = [Piece("", Name(f"{number:03}"), 0, 0, "", "plain", "text", 0, 0, 0) for number in range(100)]
+    source = Source(list(pieces))
+    source.arrange()
+    assert 0 < len(compared) < 1000 and source.pieces == pieces
 
 
 def test_files_that_names_of_units_cannot_tell_apart_are_refused(tmp_path):

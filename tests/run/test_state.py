@@ -44,6 +44,8 @@ def model(saved):
 def test_what_a_run_or_an_import_writes_is_accepted(state, model):
     assert state_problems(state, model) == []
     assert state_problems(first_state(model, {"source": "a"}), model) == []
+    state["data"]["bos_id"] = model.vocab_size - 1
+    assert state_problems(state, model) == []
 
 
 WRONG = [
@@ -76,6 +78,7 @@ WRONG = [
     (("data", "segments", 0, "weights"), [{}, {"even": 1}, {"even": 0, "odd": 0}]),
     (("data", "segments", 0, "consumed", "odd"), [-3, 0.5]),
     (("data", "segments", 0, "validation_fraction"), [-0.1, 1.5, "0.1"]),
+    (("data", "bos_id"), [-1, 64, True, "1"]),
     (("data", "units"), [None, {}, {"even": {}, "odd": 3}, {"even": {"unit-0": 3}, "odd": {}}]),
 ]
 

@@ -53,7 +53,7 @@ def make_weights(model_config):
     return draw_zeros(model)
 
 
-def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32, imported=None):
+def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32, imported=None, bos_id=None):
     """A checkpoint of ``make_weights``, written by the ranks of this world as a training run would.
 
     With tensor parallelism each rank owns its slice of every parameter, else a range of the flattened parameter.
@@ -75,11 +75,12 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=3
         fragments.append(Fragment(name, parameter, start, is_copy, tensors))
     run_config = RunConfig(seq_length=seq_length, batch_tokens=10 * seq_length, train_iters=STEP)
     config = Config(model=model_config, run=run_config)
+    begin = {} if bos_id is None else {"bos_id": bos_id}
     state = {
         "consumed_samples": SEQUENCES,
         "optimizer_steps": STEP - 1,
         "router_shares": [[0.4, 0.6], [0.6, 0.75, 0.75, 0.9]],
-        "data": {"segments": [{**segment, "seq_length": seq_length} for segment in SEGMENTS]},
+        "data": {"segments": [{**segment, "seq_length": seq_length} for segment in SEGMENTS], **begin},
         **({"imported": imported} if imported else {}),
     }
     Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)

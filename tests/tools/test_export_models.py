@@ -8,6 +8,7 @@ import sentencepiece
 import torch
 
 from moh_lm.config import HeadsConfig
+from moh_lm.data.tokenizer import read_model
 from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.exporting import (
@@ -142,16 +143,19 @@ def test_the_card_says_what_the_model_is(kind, words, tmp_path, export, without_
 
 
 def test_a_hugging_face_tokenizer_is_exported_with_its_ids(tmp_path, export):
-    transformers = pytest.importorskip("transformers")
+    transformers, tokenizers = (pytest.importorskip(name) for name in ("transformers", "tokenizers"))
     tokenizer = hugging_face_tokenizer(tmp_path / "hf-tokenizer", "bytes", pad_token="<unk>")
+    pieces = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    pieces.add_tokens(["<|User|>"])  # found in texts, were it not for its form
+    pieces.save(str(tokenizer / "tokenizer.json"))
     run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tokenizer / "tokenizer.json", False)
-    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "checked: logits of transformers" in printed
+    code, printed, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed, errors
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, 0]
-    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (tokenizer, tmp_path / "hf"))
-    text = "The quick </s> brown fox jumps over 12 lazy dogs"
-    assert after(text)["input_ids"] == before(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    converted = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "The quick </s> brown fox <|User|> jumps over 12 lazy dogs"
+    assert converted(text)["input_ids"] == read_model(tokenizer).encode(text).tolist()
 
 
 def test_a_letter_that_was_added_to_a_tokenizer_is_no_padding(tmp_path):

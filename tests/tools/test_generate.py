@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data_prep.encoding import Tokenizer
 from moh_lm.build import build_model
+from moh_lm.checkpoint.manifest import describe, read_entries, write_manifest
+from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import HeadsConfig, ModelConfig
 from tests.distributed import run_ranks
 from tests.inference.models import SIZES
-from tests.tokenizing import train_model
+from tests.tokenizing import hugging_face_tokenizer, train_model
 from tests.tools.exporting import PAPER, write_checkpoint
 from tools import generate as generate_tool
 from tools.hf.convert.keys import written
@@ -33,6 +37,16 @@ def run(tmp_path_factory):
     return directory / "run"
 
 
+def write_zeros(directory):
+    """Give ``directory`` the configuration and weights of an export; returns the weights."""
+    config = ModelConfig(**{**SIZES, "vocab_size": 400}, heads=HeadsConfig(head_selection="all"))
+    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
+    (directory / "config.json").write_text(json.dumps(values))
+    weights = {name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()}
+    save_file(weights, directory / "model.safetensors")
+    return weights
+
+
 def command(programs, *flags, text=None):
     line = [str(programs / "python"), str(ROOT / "tools/generate.py"), *map(str, flags)]
     result = subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=900)
@@ -47,6 +61,38 @@ def test_the_text_in_pieces_is_the_text_at_once(run, programs):
     assert row["prompt"] == "the quick" and 0 < len(row["tokens"]) <= 9
     code, streamed, _ = command(programs, *flags, text="the quick")
     assert (code, streamed) == (0, f"the quick{row['text']}\n")
+
+
+def test_prompts_begin_with_the_bos_of_the_data(run, tmp_path, without_transformers, monkeypatch, tool):
+    asked = []
+    monkeypatch.setattr(generate_tool, "write", lambda arguments, model, tokenizer, prompts: asked.append(prompts))
+    shutil.copytree(run, tmp_path / "begun")
+    path = find_step(tmp_path / "begun") / "state.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "data": {**facts["data"], "bos_id": 1}}))
+    write_manifest(path.parent, read_entries(path.parent) | {path.name: describe(path)})
+    for source, output in ((run, tmp_path / "plain-export"), (tmp_path / "begun", tmp_path / "begun-export")):
+        code, _, errors = tool("export_hf", "--checkpoint", source, "--output", output)
+        assert code == 0, errors
+        for model in (source, output):
+            assert tool("generate", "--model", model, "--prompt", "the quick", "--max-new-tokens", 2)[0] == 0
+    ids = Tokenizer(str(tmp_path / "begun-export")).model.encode("the quick")
+    assert asked == [[ids], [ids], [[1, *ids]], [[1, *ids]]]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "begun-export" / name).read_text())["bos_token_id"] == 1
+    assert "The tokenizer adds only BOS" in (tmp_path / "begun-export" / "README.md").read_text()
+
+
+def test_a_prompt_begins_as_the_tokenizer_of_an_export_does(tmp_path, monkeypatch, tool):
+    hugging_face_tokenizer(tmp_path, "bytes", bos_token="<s>")  # its tokenizer.json adds BOS, and no other file says so
+    write_zeros(tmp_path)
+    monkeypatch.setattr(generate_tool, "write", lambda arguments, model, tokenizer, prompts: asked.extend(prompts))
+    asked, flags = [], ("generate", "--model", tmp_path, "--prompt", "a", "--max-new-tokens", 2)
+    assert tool(*flags)[0] == 0
+    assert asked == [[1, *Tokenizer(str(tmp_path)).model.encode("a")]]
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    code, _, errors = tool(*flags)
+    assert code == 2 and "tokenizer_config.json cannot be read" in errors
 
 
 def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
@@ -73,12 +119,9 @@ def test_loops_are_refused_where_a_gpu_is_taken_by_default(run, monkeypatch, cap
 
 
 def test_a_package_that_the_tokenizer_needs_is_named(tmp_path, monkeypatch, capsys):
-    config = ModelConfig(**SIZES, heads=HeadsConfig(head_selection="all"))
-    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
-    for name, content in (("config.json", values), ("tokenizer.json", {}), ("tokenizer_config.json", {})):
-        (tmp_path / name).write_text(json.dumps(content))
-    save_file({name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()},
-              tmp_path / "model.safetensors")  # fmt: skip
+    write_zeros(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert generate_tool.main(["--model", str(tmp_path), "--prompt", "a"]) == 2
     assert "has no tokenizer that can be read: needs the package tokenizers; pip install" in capsys.readouterr().err
@@ -86,14 +129,11 @@ def test_a_package_that_the_tokenizer_needs_is_named(tmp_path, monkeypatch, caps
 
 def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
     train_model(tmp_path)
-    config = ModelConfig(**{**SIZES, "vocab_size": 400}, heads=HeadsConfig(head_selection="all"))
-    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    weights = write_zeros(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     flags = ["--model", str(tmp_path), "--prompt", "a"]
     assert generate_tool.main(flags) == 2
     assert "model.safetensors: not a safetensors file" in capsys.readouterr().err
-    weights = {name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()}
     for odd in ({"adapter.weight": torch.zeros(3)}, {"model.norm.weight": torch.zeros(1)}):
         save_file(weights | odd, tmp_path / "model.safetensors")
         assert generate_tool.main(flags) == 2

@@ -10,10 +10,14 @@ pytest.importorskip("transformers")
 import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
+from data_prep.encoding import Tokenizer
 from moh_lm.data.tiktoken_model import TiktokenModel
-from tests.tokenizing import llama_3_vocabulary, sentencepiece_model
+from moh_lm.data.tokenizer import model_files
+from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary, sentencepiece_model
 from tools.hf.convert import tiktoken_json
-from tools.hf.convert.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
+from tools.hf.convert.export_check import check_tokenizer
+from tools.hf.convert.tokenizer_json import begin_texts, read_model, special_ids, tokenizer_config, write_tokenizer
+from tools.hf.convert.write_export import export_tokenizer
 
 PROSE = [
     "The model reads what the tokenizer writes, and nothing else: 3.14159, 2.71828, 65536 and 1234567890.",
@@ -149,3 +153,33 @@ def test_ids_and_text_of_llama_3_are_those_of_tiktoken(tmp_path, monkeypatch):
         ids = converted(text)["input_ids"]
         assert ids == original.encode(text).tolist(), text
         assert converted.decode(ids) == text
+
+
+def tokenizer_of(kind, directory):
+    """The path of a small tokenizer of a ``kind``, in a new directory."""
+    directory.mkdir()
+    if kind == "tiktoken":
+        pytest.importorskip("tiktoken")
+        return llama_3_vocabulary(directory / "tokenizer.model", [bytes([byte]) for byte in range(256)])
+    if kind == "hugging face":
+        return hugging_face_tokenizer(directory, "bytes", bos_token="<s>")
+    train(directory / "tokenizer.model", **LLAMA)
+    return directory / "tokenizer.model"
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "hugging face"])
+def test_texts_begin_with_the_bos_of_the_data(kind, tmp_path):
+    data = Tokenizer(str(tokenizer_of(kind, tmp_path / "data")), bos=True)
+    path, bos = next(iter(model_files(tmp_path / "data").values())), data.model.bos_id()
+    (tmp_path / "out").mkdir()
+    export_tokenizer(path, tmp_path / "out", 64, parses=False)
+    with pytest.raises(SystemExit, match="tokenizer.json gives"):
+        check_tokenizer(tmp_path / "out", path, bos)
+    begin_texts(tmp_path / "out", bos)
+    check_tokenizer(tmp_path / "out", path, bos)
+    converted = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert (converted.bos_token, converted.bos_token_id) == (data.model.id_to_piece(bos), bos)
+    one, two = (data.encode(text)[:-1].tolist() for text in ("a text", f"of {converted.bos_token}"))
+    assert converted("a text")["input_ids"] == one and one.count(bos) == 1
+    assert converted("a text", f"of {converted.bos_token}")["input_ids"] == one + two
+    assert converted.decode(two, skip_special_tokens=True).strip() == f"of {converted.bos_token}"

@@ -40,6 +40,7 @@ def four_steps(config):
     """What is said at the start, the engine, and what 4 steps leave, with an evaluation after each: their results, and
     every weight, moment and bias."""
     engine = engine_of(config, num_sources=3)
+    assert not engine.captured or no_node_lives(engine.captured.weights)
     engine.begin(0)
     said, left = engine.compare_kernels(lambda: next(micro_batches(config, 0, 1))), []
     places = [weight.data_ptr() for weight in engine.model.parameters()]
@@ -52,6 +53,17 @@ def four_steps(config):
         left += [result.losses, result.routers, engine.step_check.gradient_not_finite.take(), evaluated, found]
     assert places == [weight.data_ptr() for weight in engine.model.parameters()]  # where a graph reads them
     return said, engine, left + [part for fragment in engine.fragments() for part in fragment.tensors.values()]
+
+
+def no_node_lives(weights):
+    """Whether nothing keeps the nodes that accumulate gradients: theirs is the stream on which they were made."""
+
+    def node(weight):
+        return weight.view_as(weight).grad_fn.next_functions[0][0]
+
+    for weight in weights:
+        node(weight).metadata["seen"] = True  # goes with the node
+    return not any("seen" in node(weight).metadata for weight in weights)
 
 
 CASES = [  # on two ranks; DeepSpeed does not forget that there were tensor-parallel ones

@@ -1,7 +1,7 @@
 """Fits the routers and output projections of an import to sample text, so that less is lost before any training.
 
 Layer by layer, on the hidden states that the earlier fitted layers compute from the sample, with H_i(t) the output of
-head i and x(t) the normalized input of the attention layer:
+head i and x(t) the normalized input of the attention layer, of which w_i reads the channels of the router:
 
     w_i  = argmin sum over t (w_i x(t) - |W_O_i H_i(t)|)^2      of routed scores, where they have weights
     W_O' = argmin sum over t |W_O' z(t) - W_O H(t)|^2 + ridge |W_O' - W_O|^2      z: the heads times their gates
@@ -43,7 +43,8 @@ def calibrate(config, source, parts, tokens, progress):
         router = attention.router
         if fits_router(config, layer):
             sizes = written_sizes(heads.unflatten(-1, (-1, config.head_dim)), attention.o_proj.weight)
-            router.w_routed.copy_(routed_weights(config.routed_layer(layer), dense.input_layernorm(x), sizes))
+            read = dense.input_layernorm(x)[..., : router.width]
+            router.w_routed.copy_(routed_weights(config.routed_layer(layer), read, sizes))
             fitted[f"model.layers.{layer}.self_attn.router.w_routed"] = router.w_routed.clone()
         used = attended(mixture, x)
         weight = attention.o_proj.weight
@@ -78,7 +79,7 @@ def attended(block, x):
 
 
 def routed_weights(layer, x, sizes):
-    """Return rows [E, d] whose products with the normalized input x [s, b, d] rank the routed experts by size.
+    """Return rows [E, w] whose products with the channels x [s, b, w] of the router rank the routed experts by size.
 
     layer: ``RoutedLayer``. sizes: norms of what each head writes, [s, b, h]; those of a group are added in quadrature.
     """

@@ -7,7 +7,8 @@ it:
     load_i      share of the tokens that use head i
     gate_i      mean of g_i(t) over these
     gate_rms    root mean square of the gates of a layer, over its heads and the tokens that use them
-    written_i   mean over all tokens of |g_i(t) W_O_i H_i(t)|, the size of what it adds to the residual stream
+    written_i   mean over all tokens of |g_i(t) W_O_i H_i(t)|, the size of what it adds to the residual stream; with
+                --element-gates every feature of H_i(t) has a gate of its own here
     CKA_ij      linear centred kernel alignment of two heads of a layer (Kornblith et al. 2019, arXiv 1905.00414), over
                 all tokens: |C_ij|^2 / (|C_ii| |C_jj|), C_ij the cross-covariance of H_i and H_j, | | the Frobenius
                 norm; 1 if they are equal up to a rotation and a factor
@@ -53,14 +54,15 @@ ROWS = 64  # test texts that go through the model together
 
 class Heads(NamedTuple):
     """The heads of a layer over a batch. query [s, b, h, e] and key [s, b, k, e] with rotary, output [s, b, h, e]
-    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. seen: ``AttentionMask``, or None.
-    own_keys: whether heads see only the tokens that use them."""
+    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. projected [s, b, h, e]: what the output
+    projection reads. seen: ``AttentionMask``, or None. own_keys: whether heads see only the tokens that use them."""
 
     query: torch.Tensor
     key: torch.Tensor
     output: torch.Tensor
     gates: torch.Tensor
     used: torch.Tensor
+    projected: torch.Tensor
     seen: AttentionMask | None
     own_keys: bool
 
@@ -96,23 +98,24 @@ def sweep(model, batches):
 
 
 def read_heads(layer, x):
-    """The ``Heads`` of a layer with input x [s, b, d]: the inputs of its core attention, and its output without
-    gates."""
+    """The ``Heads`` of a layer with input x [s, b, d]: the inputs of its core attention and of its output projection,
+    and the output of the core attention without gates."""
     attention, found = layer.self_attn, []
     (core,) = modules_of(attention, CoreAttention)
-    with core.register_forward_pre_hook(lambda _, given: found.append(given)):
+    read = [part.register_forward_pre_hook(lambda _, given: found.append(given)) for part in (core, attention.o_proj)]
+    with read[0], read[1]:
         attention(layer.input_layernorm(x), RouterInputs())
-    ((query, key, value, gates, selected, mask),) = found
+    (query, key, value, gates, selected, mask), (projected,) = found
     gates = query.new_ones(query.shape[:-1]) if gates is None else gates
     used = torch.ones_like(gates, dtype=torch.bool) if selected is None else selected != 0
     seen = core.visible(query, key, mask)
     output = dense_heads(query, key, value, mask=seen, own=used if core.own_keys else None)
-    return Heads(query, key, output, gates, used, seen, core.own_keys)
+    return Heads(query, key, output, gates, used, projected.view_as(output), seen, core.own_keys)
 
 
 def finish(layer, x, weighted):
     """The output of the layer for ``x``, given g_i H_i [s, b, h, e]."""
-    return layer.finish(x, layer.self_attn.o_proj(weighted.flatten(2)))
+    return layer.finish(x, layer.self_attn.output(weighted, layer.input_layernorm(x)))
 
 
 @torch.no_grad()
@@ -140,8 +143,8 @@ def measure_text(model, domains, progress):
             sums[number][layer] += heads.gates.double().sum((0, 1)).cpu().numpy()
             squares[number, layer] += heads.gates.double().square().sum().item()
             gates[number][index, :, layer] = heads.gates[:, 0].float().cpu().numpy()
-            weighted = heads.weighted().to(wide(weight))
-            written[layer] += written_sizes(weighted, weight.to(weighted.dtype)).double().sum((0, 1)).cpu().numpy()
+            projected = heads.projected.to(wide(weight))
+            written[layer] += written_sizes(projected, weight.to(projected.dtype)).double().sum((0, 1)).cpu().numpy()
             moments.add(heads.output)
             sinks[number, layer] += offsets.add(heads)
         cka[layer] = moments.cka()

@@ -1,14 +1,13 @@
 """The prompts of benchmark tasks as domains of a head report: which heads a task uses (Fig. 3 of the paper).
 
 Each column of a suite (tools/tasks/suites.py) is a domain. It holds the harness's prompts with their examples, each as
-a document. Answers are not included.
+a document. Answers are not included. The subjects of a group, such as those of MMLU, take turns.
 """
 
 from collections import Counter
+from itertools import chain, zip_longest
 
-import numpy as np
-
-from tools.heads.text import Domain, windows_of
+from tools.heads.text import Domain, first_tokens, windows_of
 from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
 
@@ -25,13 +24,13 @@ def task_domains(suite, names, data, tokenizer, seq_length, num_tokens):
     with load_tasks(entries, data) as (_, tasks):
         for entry in entries:
             texts = prompts(tasks[entry.tasks[-1]]["tasks"].values(), entry.shots, num_tokens // SHORT)
-            tokens = np.concatenate([tokenizer.encode(text).astype(np.int64) for text in texts])[:num_tokens]
+            tokens = first_tokens(texts, tokenizer, num_tokens)
             domains.append(Domain(entry.column, windows_of(entry.column, tokens, seq_length), Counter()))
     return domains
 
 
 def prompts(tasks, shots, limit):
-    """Return one prompt for each of the first questions of the harness's ``tasks``, ``limit`` of them in all."""
+    """Return prompts of the harness's ``tasks``, about ``limit`` in all: one question of each, then the next."""
     found = []
     for task in tasks:
         task.set_config("num_fewshot", shots)
@@ -40,5 +39,5 @@ def prompts(tasks, shots, limit):
         of_questions = {}  # several requests for one question, one per choice
         for request in task.instances:
             of_questions.setdefault(request.doc_id, request.args[0])
-        found += of_questions.values()
-    return found
+        found.append(of_questions.values())
+    return [prompt for prompt in chain(*zip_longest(*found)) if prompt is not None]

@@ -97,7 +97,7 @@ def read_text(name, pattern, tokenizer, seq_length, num_tokens, text_key):
     for number, file in enumerate(files):
         share = -(-left // (len(files) - number))
         try:
-            parts.append(file_tokens(file, tokenizer, share, text_key, dropped))
+            parts.append(first_tokens(readable(file, text_key, dropped), tokenizer, share))
         except InputError as error:
             raise ConfigError([f"--data {name}: {error}"]) from error
         left -= len(parts[-1])
@@ -112,14 +112,20 @@ def windows_of(name, tokens, seq_length):
     return list(torch.from_numpy(tokens[: count * length]).view(count, length))
 
 
-def file_tokens(file, tokenizer, wanted, text_key, dropped):
-    """Return the first ``wanted`` tokens of a file (path, name), or all of them, int64 [tokens]."""
-    found, size = [np.zeros(0, np.int64)], 0
+def readable(file, text_key, dropped):
+    """Yield the texts of a file (path, name), and count the other documents in ``dropped``."""
     for document in documents(inspect_file(*file), text_key):
         if document.text is None:
             dropped[document.dropped] += 1
-            continue
-        found.append(tokenizer.encode(document.text[: LONGEST_TOKEN * wanted]).astype(np.int64))
+        else:
+            yield document.text
+
+
+def first_tokens(texts, tokenizer, wanted):
+    """Return the first ``wanted`` tokens of texts, or all of them, int64 [tokens]. Reads no more texts than needed."""
+    found, size = [np.zeros(0, np.int64)], 0
+    for text in texts:
+        found.append(tokenizer.encode(text[: LONGEST_TOKEN * wanted]).astype(np.int64))
         size += len(found[-1])
         if size >= wanted:
             break

@@ -3,6 +3,7 @@
 import contextlib
 
 import deepspeed
+import torch
 from deepspeed import utils
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
@@ -45,7 +46,9 @@ def wrap(model, optimizer, config, groups, micro_batches):
     rank; see ``accumulate``.
     """
     needs_groups = groups.tensor is not None and groups.pipeline is None  # a PipelineModule makes its own
-    with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
+    # DeepSpeed keeps views of weights. With gradients they would keep autograd's nodes of this stream, for which no
+    # CUDA graph may wait. It also prints pages about memory.
+    with torch.no_grad(), contextlib.redirect_stdout(None):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

@@ -4,19 +4,22 @@ import json
 import shutil
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from data_prep.encoding import Tokenizer
 from tests.distributed import run_ranks
 from tests.tools.evaluating import LLM6, WORDS, exit_code, made_rows
 from tests.tools.exporting import PAPER, make_weights, write_checkpoint
 from tools import evaluate, evaluate_prepare, export_hf, head_report
-from tools.heads.task_text import task_domains
-from tools.hf.convert import export_check
+from tools.heads import task_text
+from tools.hf.convert import export_check, tokenizer_json
 from tools.tasks import suites
 from tools.tasks.rows import task_manager
 
@@ -154,12 +157,32 @@ def test_questions_with_examples_are_those_of_the_harness(model, data, tokenizer
     given = ["--suite", "llama14", "--tasks", "arc_challenge", "--data", data]
     assert exit_code(evaluate, "--model", model, "--device", "cpu", *given) == 0
     assert exit_code(evaluate_prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
-    encode = evaluate_prepare.encoder(tokenizer)
+    encode = evaluate_prepare.encoder(Tokenizer(str(tokenizer)))
     expected = {}
     for doc_id, context, continuation in asked:
         expected.setdefault(doc_id, []).append(list(encode(context, continuation)))
     prepared = [json.loads(line)["choices"] for line in path.read_text().splitlines()[1:]]
     assert [[choice[:2] for choice in choices] for choices in prepared] == [expected[n] for n in sorted(expected)]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_prepared_ids_are_those_of_the_harness_on_an_export(bos, tokenizer, tmp_path):
+    converted = tokenizer_json.read_model(tokenizer)
+    tokenizer_json.write_tokenizer(converted, tmp_path, max_length=64)
+    if bos:
+        tokenizer_json.begin_texts(tmp_path, converted.trainer_spec.bos_id)
+    asked = []
+
+    class Recorder(huggingface.HFLM):
+        def _loglikelihood_tokens(self, requests, **_):
+            asked.extend([*request[1:]] for request in requests)
+
+    small = LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    harness = Recorder(LlamaForCausalLM(small), tokenizer=AutoTokenizer.from_pretrained(tmp_path))
+    pairs = [("", "the model"), ("Question: a text\nAnswer:", " care"), ("words  ", "and numbers")]
+    harness.loglikelihood([Namespace(args=pair) for pair in pairs], disable_tqdm=True)
+    encode = evaluate_prepare.encoder(Tokenizer(str(tokenizer), bos))
+    assert [list(encode(*pair)) for pair in pairs] == asked
 
 
 def test_a_comparison_has_a_line_for_every_model(model, data, result, tmp_path, capsys):
@@ -182,6 +205,11 @@ def test_a_comparison_has_a_line_for_every_model(model, data, result, tmp_path, 
     assert f": at most 1024 of {model}, 256 of somewhere/other; --max-length" in said
     evaluate.print_table([{**result, "max_length": length} for length in (64, 1024)], given)  # of one model
     assert f": at most 64 of {model}, 1024 of {model}; --max-length" in capsys.readouterr().out
+    mine = f": by lm_eval {result['versions']['lm_eval']} and --dtype float32 for {model}, "
+    for changed, said in (({"versions": {"lm_eval": "0.3"}}, "lm_eval 0.3"), ({"dtype": "auto"}, "--dtype auto")):
+        evaluate.print_table([result, result | changed], given)
+        _, found = capsys.readouterr().out.split(mine)
+        assert said in found and found.count("\n") == 1
 
 
 def test_a_file_of_other_tasks_or_questions_stands_in_no_table(model, result, tmp_path, capsys):
@@ -282,8 +310,21 @@ def test_the_prompts_of_tasks_are_the_domains_of_a_head_report(model, data, tmp_
 
 def test_the_text_of_a_task_is_its_prompts_in_order(model, data, tokenizer):
     tokens = Tokenizer(str(tokenizer))
-    (domain,) = task_domains("llm6", ["sciq"], data, tokens, 32, 64)
+    (domain,) = task_text.task_domains("llm6", ["sciq"], data, tokens, 32, 64)
     found = tokens.model.decode([int(token) for window in domain.windows for token in window])
     first = json.loads((data / "sciq" / "test.jsonl").read_text().splitlines()[0])
     expected = f"{first['support']} Question: {first['question']} Answer:"
     assert " ".join(found.split()).startswith(expected)  # the tokenizer of this file knows no lines
+
+
+def test_the_subjects_of_a_task_take_turns_until_the_text_is_full(monkeypatch):
+    def subject(name, questions):
+        asked = [Namespace(doc_id=n, args=(f"{name}{n}", choice)) for n in range(questions) for choice in "AB"]
+        return Mock(instances=asked)
+
+    subjects = {name: subject(name, questions) for name, questions in (("x", 3), ("y", 1), ("z", 2))}
+    monkeypatch.setattr(task_text, "load_tasks", lambda *_: nullcontext((None, {"mmlu": {"tasks": subjects}})))
+    encoded = []
+    tokens = Namespace(encode=lambda text: encoded.append(text) or np.zeros(20, np.uint32))
+    (domain,) = task_text.task_domains("llama14", ["mmlu"], None, tokens, 32, 81)
+    assert encoded == ["x0", "y0", "z0", "x1", "z1"] and len(domain.windows) == 2

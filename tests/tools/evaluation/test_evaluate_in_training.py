@@ -1,4 +1,7 @@
-"""Tasks and samples while a model trains: the harness's scores of its export, in every layout, each logged once."""
+"""Tasks and samples while a model trains: the harness's scores of its export, in every layout, each logged once.
+
+Documents of the data begin with BOS, as those of a continued Llama do.
+"""
 
 import json
 import shutil
@@ -22,6 +25,7 @@ from tools import evaluate, evaluate_prepare, export_hf, generate, run_report
 from tools.hf.convert import export_check
 
 LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}
+BOS = 1  # of the tokenizer
 LIMIT = 4  # questions of each task
 PROMPTS = ("the model of", "care", "head token " * 200)  # the last is longer than a sequence
 
@@ -30,7 +34,7 @@ PROMPTS = ("the model of", "care", "head token " * 200)  # the last is longer th
 def prepared(data, tokenizer, tmp_path_factory):
     """The six tasks in the form of moh_lm/monitor/tasks.py."""
     path = tmp_path_factory.mktemp("prepared") / "tasks.jsonl"
-    given = ["--limit", LIMIT]
+    given = ["--bos", "--limit", LIMIT]
     given += ["--tokenizer", tokenizer, "--data", data, "--output", path]
     assert exit_code(evaluate_prepare, "--suite", "llm6", *given) == 0
     return path
@@ -41,7 +45,7 @@ def flags(data_dir, tokenizer, prepared, tmp_path_factory):
     """Flags of a run whose data has the tokenizer of the tasks."""
     directory = tmp_path_factory.mktemp("data") / "data"
     shutil.copytree(data_dir, directory)
-    give_tokenizer(directory, tokenizer)
+    give_tokenizer(directory, tokenizer, bos_id=BOS)
     changes = "--vocab-size 320 --seq-length 256 --batch-tokens 2K --train-iters 2 --eval-interval 1 --save-interval 1"
     more = ["--validation-fraction", "0.2", "--eval-tasks", str(prepared), "--sample-tokens", "5"]
     return [*arguments(directory, "", *changes.split(), *more, "--sample-prompts", *PROMPTS)]
@@ -103,7 +107,7 @@ def samples(run):
 
 
 def test_probabilities_below_the_smallest_number_have_shares():
-    tasks = Tasks(Config(), None)
+    tasks = Tasks(Config(), None, None)
     tasks.questions["a"] = [Question([1, 0], [[[1], [2], None]] * 2)]
     assert tasks.metrics("a", [900.0, 900 + np.log(3)]) == pytest.approx({"acc": 0.75})
 
@@ -130,6 +134,17 @@ def test_a_sample_ends_with_its_document_or_before_ids_without_text(tokenizer):
         assert given.written(given.tokenizer.encode("a text"), tokens).strip() == "the model of"
 
 
+def test_prompts_begin_with_the_bos_of_the_data(tokenizer):
+    config = Config.from_dict({"sample_prompts": ["the model of", "care"]})
+    plain, begun = (Samples(config, tokenizer, bos).tokens for bos in (None, BOS))
+    assert plain == [Tokenizer(str(tokenizer)).model.encode(prompt) for prompt in config.run.sample_prompts]
+    assert begun == [[BOS, *ids] for ids in plain]
+    empty = Config.from_dict({"sample_prompts": ["a", ""]})
+    assert Samples(empty, tokenizer, BOS).tokens[1] == [BOS]
+    with pytest.raises(ConfigError, match="--sample-prompts '': contains no tokens; give some text"):
+        Samples(empty, tokenizer, None)
+
+
 def test_samples_after_the_resumed_checkpoint_are_dropped(tmp_path):
     (tmp_path / "samples.jsonl").write_text("".join(f'{{"step": {n}, "prompt": "a", "text": "b"}}\n' for n in range(4)))
     RunLog(tmp_path, 2, Config()).close()
@@ -138,7 +153,6 @@ def test_samples_after_the_resumed_checkpoint_are_dropped(tmp_path):
 
 def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_dir, tmp_path):
     for changes, message in [
-        (["--sample-prompts", "a", ""], "--sample-prompts '': contains no tokens; give some text"),
         (["--sample-prompts", "a", "\udcff"], r"--sample-prompts '.udcff': is not UTF-8"),
         (["--data-dir", str(data_dir)], f"--sample-prompts: {data_dir} has no tokenizer"),
     ]:
@@ -164,6 +178,19 @@ def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_d
         config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
             open_data(config, [], False)
+
+
+def test_tasks_with_and_without_bos_are_for_such_data(data, tokenizer, prepared, tmp_path):
+    path = tmp_path / "plain.jsonl"
+    given = ["--data", data, "--limit", 1, "--tokenizer", tokenizer, "--output", path]
+    assert exit_code(evaluate_prepare, "--suite", "llm6", "--tasks", "piqa", *given) == 0
+    begun, plain = (Config.from_dict({"eval_tasks": str(file)}) for file in (prepared, path))
+    for config, bos in ((begun, BOS), (plain, None)):
+        choices = Tasks(config, tokenizer, bos).questions["piqa"][0].choices
+        assert [context[0] == BOS for context, *_ in choices] == [bos == BOS] * 2
+    for config, bos, message in ((begun, None, "was made with --bos, unlike the"), (plain, BOS, "lacks the --bos")):
+        with pytest.raises(ConfigError, match=message):
+            Tasks(config, tokenizer, bos)
 
 
 def question(**changes):
@@ -196,7 +223,7 @@ WRONG_ROWS = {
 def tasks_of(path, *rows):
     path.write_text("\n".join(map(json.dumps, [{"tokenizer": "0"}, *rows])))
     more = {"eval_tasks": str(path), "seq_length": 8, "batch_tokens": 8, "vocab_size": 64}
-    return Tasks(Config.from_dict(more), None)
+    return Tasks(Config.from_dict(more), None, None)
 
 
 @pytest.mark.parametrize("case", WRONG_ROWS)

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from tests.layers import named, reference_layer
-from tests.models import make_model
+from tests.models import draw_zeros, make_model
 from tests.reference import attention_layer
 
 
@@ -28,13 +28,13 @@ MODELS = {
     "query norm, grouped": (dict(routing="query_norm", num_shared_heads=(4,)), dict(num_key_value_heads=4)),
     "own keys, grouped": (dict(num_shared_heads=(4,), routed_keys="selected"), dict(num_key_value_heads=4)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
-    "dense, tied": (dict(head_selection="all"), dict(tie_embeddings=True)),
+    "element gates, tied": (dict(head_selection="all"), dict(element_gates=True, tie_embeddings=True)),
 }
 
 
 def random_model(name):
     heads, sizes = MODELS[name]
-    return make_model(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads)), scale=10, seed=5).eval()
+    return draw_zeros(make_model(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads)), scale=10, seed=5)).eval()
 
 
 SENTENCES = [f"The quick brown fox number {number} jumps over the lazy dog.\n" for number in range(30)]

@@ -51,7 +51,7 @@ def test_importance_is_the_rise_of_the_loss_without_the_head(tools, model, texts
 def test_a_trained_gate_is_0_where_a_head_is_not_worth_it(tools, texts, monkeypatch):
     gates = tools["gates"]
     monkeypatch.setattr(gates, "STEPS", 80)
-    model, used = random_model("dense, tied"), np.ones((2, 8), bool)
+    model, used = random_model("element gates, tied"), np.ones((2, 8), bool)
     weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     with torch.no_grad():
         weights[1][:, 24:32] = 0  # head 3 of layer 1 writes nothing
@@ -76,7 +76,7 @@ def test_a_trained_gate_is_0_where_a_head_is_not_worth_it(tools, texts, monkeypa
 def test_gates_are_trained_as_the_formulas_say(tools, texts, monkeypatch):
     gates = tools["gates"]
     monkeypatch.setattr(gates, "STEPS", 12)
-    model, used, penalty = random_model("dense, tied"), np.ones((2, 8), bool), 0.3
+    model, used, penalty = random_model("element gates, tied"), np.ones((2, 8), bool), 0.3
     used[0, 5] = False
     windows = [domain.windows[0][None] for domain in texts]
     found = gates.trained_gates(model, windows, penalty, used)
@@ -101,7 +101,7 @@ def test_gates_are_trained_as_the_formulas_say(tools, texts, monkeypatch):
 
 def test_gates_are_trained_in_the_precision_of_the_model(tools, texts, monkeypatch):
     monkeypatch.setattr(tools["gates"], "STEPS", 2)
-    model, used = random_model("dense, tied").bfloat16(), np.ones((2, 8), bool)
+    model, used = random_model("element gates, tied").bfloat16(), np.ones((2, 8), bool)
     (row,) = tools["gates"].measure_gates(model, texts[:1], 40, [1e-9], used, nothing)
     assert row["kept"] == 1 and math.isfinite(row["loss"][texts[0].name])
 

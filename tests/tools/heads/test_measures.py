@@ -130,24 +130,30 @@ def test_the_output_of_a_head_is_its_attention_over_the_values(tools, model, tex
             compared = heads.used[:, 0] if own_keys else ...  # what an unused head sees then means nothing
             mine = torch.einsum("hqk,khe->qhe", weights, value)
             torch.testing.assert_close(mine[compared], heads.output[:, 0][compared])
-            torch.testing.assert_close(attention.o_proj(heads.weighted().flatten(2)), attend(attention, x)[0])
+            torch.testing.assert_close(attention.output(heads.weighted(), x), attend(attention, x)[0])
 
 
-def test_redundancy_is_linear_cka_and_written_the_added_norm(tools, texts):
-    model = random_model("paper, window")
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["paper, window", "element gates, tied"])
+def test_redundancy_is_linear_cka_and_written_the_added_norm(tools, texts, name):
+    model, windows = random_model(name), [window[None] for domain in texts for window in domain.windows]
     figures = tools["measures"].measure_text(model, texts, nothing)
-    outputs = [[], []]
-    for layer, _, heads in tools["measures"].sweep(model, [w[None] for d in texts for w in d.windows]):
-        outputs[layer].append((heads.output[:, 0].double(), heads.gates[:, 0].double()))
+    outputs, written = [[], []], [[], []]
+    for layer, _, heads in tools["measures"].sweep(model, windows):
+        outputs[layer].append(heads.output[:, 0].double())
+    for layer, inputs in zip(model.model.layers, written, strict=True):
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, given, kept=inputs: kept.append(given[0][:, 0]))
+    for window in windows:
+        model(window)
     for layer in (0, 1):
-        output, gates = (torch.cat(part) for part in zip(*outputs[layer], strict=True))
-        n = len(output)
+        output, n = torch.cat(outputs[layer]), sum(map(len, outputs[layer]))
         centring = torch.eye(n).double() - 1 / n
         kernels = [centring @ (output[:, head] @ output[:, head].t()) @ centring for head in range(8)]
         hsic = torch.tensor([[(a * b).sum() for b in kernels] for a in kernels])  # trace of K H L H
         expected = hsic / torch.outer(hsic.diag(), hsic.diag()).sqrt()
         np.testing.assert_allclose(figures["cka"][layer], expected, rtol=1e-6)
-        weight = model.model.layers[layer].self_attn.o_proj.weight.detach().double()
+        weight = model.model.layers[layer].self_attn.o_proj.weight.double()
         for head in range(8):
-            added = (gates[:, head, None] * output[:, head]) @ weight[:, head * 8 : head * 8 + 8].t()
+            own = slice(head * 8, head * 8 + 8)
+            added = torch.cat(written[layer]).double()[:, own] @ weight[:, own].t()
             assert figures["written"][layer, head] == pytest.approx(added.norm(dim=1).mean().item(), rel=1e-5)

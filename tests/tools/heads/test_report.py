@@ -106,7 +106,7 @@ def test_rarely_used_routed_heads_are_compared_with_the_others(tools):
     assert all(map(math.isnan, tools["changes"].rare_against_others(changes, load, routed & False)))
 
 
-@pytest.mark.parametrize("name", ["static", "dense, tied"])
+@pytest.mark.parametrize("name", ["static", "element gates, tied"])
 def test_models_without_a_router_have_attention_and_importance(tools, name, texts):
     arguments = Namespace(model="m", ablation_tokens=None, l0=[], examples=5)
     tokenizer = type("Tokenizer", (), {"eos_id": 0})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_prep.encoding import Tokenizer
@@ -14,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.exporting import write_checkpoint
 from tests.tools.imports.llamas import make_llama, small_model
-from tools.hf.convert import tiktoken_json
+from tools.hf.convert import export_check, tiktoken_json
 from tools.hf.convert.source_tokenizer import restore, settings_of
 
 CHAT = "{% for message in messages %}<|turn|>{{ message['content'] }}{{ eos_token }}{% endfor %}"
@@ -27,6 +28,7 @@ def chat_model(directory, **settings):
     hugging_face_tokenizer(directory, "bytes", bos_token="<s>", chat_template=CHAT, **settings)
     pieces = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     pieces.add_special_tokens(["<|turn|>", "<|end|>"])
+    pieces.add_tokens(["<|think|>"])
     pieces.save(str(directory / "tokenizer.json"))
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|end|>"}))
@@ -35,16 +37,17 @@ def chat_model(directory, **settings):
     return end
 
 
-def continued(imported, source, data, directory):
-    """A run of sequences of 32 that began with the import of ``source``; data: path of the tokenizer of its data."""
+def continued(imported, source, data, directory, bos_id=None):
+    """A run of sequences of 32 that began with the import of ``source``; data: path of the tokenizer of its data, whose
+    documents begin with ``bos_id``."""
     step = find_step(imported(source))
     facts = json.loads((step / "state.json").read_text())["imported"]
     model = Config.load(step / "config.json").model
-    run_ranks(write_checkpoint, 1, directory, model, data, False, 32, facts)
+    run_ranks(write_checkpoint, 1, directory, model, data, False, 32, facts, bos_id)
     return directory
 
 
-def test_the_export_of_a_continued_model_has_its_settings(imported, tool, tmp_path):
+def test_the_export_of_a_continued_model_has_its_settings(imported, tool, tmp_path, monkeypatch):
     end = chat_model(tmp_path / "hf", padding_side="right")
     (tmp_path / "data").mkdir()
     for name, content in Tokenizer(str(tmp_path / "hf")).contents().items():  # documents end with </s> there
@@ -62,6 +65,10 @@ def test_the_export_of_a_continued_model_has_its_settings(imported, tool, tmp_pa
     assert after.apply_chat_template(TALK)["input_ids"] == before.apply_chat_template(TALK)["input_ids"]
     assert after("The quick fox")["input_ids"] == before("The quick fox", add_special_tokens=False)["input_ids"]
     assert after.pad_token_id not in (None, end, 2)
+    thought = after("<|think|> so")["input_ids"]  # parsed, and not left out as special tokens are
+    assert thought[0] == end + 1 and after.decode(thought, skip_special_tokens=True) == "<|think|> so"
+    monkeypatch.setattr(export_check, "transformers", transformers)
+    export_check.check_tokenizer(tmp_path / "out", tmp_path / "data")
 
 
 def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool, tmp_path):
@@ -70,7 +77,7 @@ def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool
     (tmp_path / "hf" / "chat_template.jinja").write_text(CHAT)
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
-    run = continued(imported, tmp_path / "hf", data, tmp_path / "continued")
+    run = continued(imported, tmp_path / "hf", data, tmp_path / "continued", bos_id=1)
     code, _, errors = tool("export_hf", "--checkpoint", run, "--output", tmp_path / "out")
     assert code == 0, errors
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -78,6 +85,7 @@ def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.padding_side) == ("<s>", "</s>", "left")
     assert tokenizer.chat_template == CHAT
+    assert tokenizer("the cat")["input_ids"] == [1, *Tokenizer(str(data)).model.encode("the cat")]
 
 
 def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):

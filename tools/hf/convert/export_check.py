@@ -4,11 +4,12 @@ Three models compute the logits of the same random tokens in fp32 (docs/huggingf
 embedding, the output head and one decoder layer at a time; transformers holds the export as it is, and one layer of it
 in fp32. It runs in a separate process,
 
-    python tools/hf/convert/export_check.py EXPORT SCRATCH [TOKENIZER]
+    python tools/hf/convert/export_check.py EXPORT SCRATCH [TOKENIZER [BOS]]
 
 because a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
-``TEXTS``.
+``TEXTS``, and on every control token unless the export is for chats. Before each comes the id BOS, if documents began
+with it.
 """
 
 import os
@@ -22,7 +23,6 @@ import signal
 import subprocess
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
+from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import saved_tensors
@@ -82,7 +83,8 @@ def check_export(step, config, directory, tokenizer, stock=None):
     if transformers is None:
         remedy = "pip install transformers, and repeat with --overwrite"
         return [*lines, f"not checked with transformers, which is not installed: {remedy}"]
-    logits = hugging_face_logits(directory, tokens, tokenizer)
+    begin = read_json(step / "state.json")["data"].get("bos_id")
+    logits = hugging_face_logits(directory, tokens, tokenizer, [] if begin is None else [begin])
     return [*lines, compare(f"transformers {transformers.__version__}", expected, logits)]
 
 
@@ -134,14 +136,14 @@ def empty(module, inputs, output):
     module.to("meta")
 
 
-def hugging_face_logits(directory, tokens, tokenizer):
+def hugging_face_logits(directory, tokens, tokenizer, begin):
     """Return the same logits from transformers, in a separate process without network. Raises ExportError with its last
-    line."""
+    line. begin: ids that come before the ids of a text."""
     with tempfile.TemporaryDirectory() as scratch:
         np.save(f"{scratch}/tokens.npy", tokens.numpy())
         offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": scratch, "HF_MODULES_CACHE": f"{scratch}/modules"}
         finished = subprocess.run(
-            [sys.executable, __file__, str(directory), scratch, *([str(tokenizer)] if tokenizer else [])],
+            [sys.executable, __file__, directory, scratch, *([tokenizer, *map(str, begin)] if tokenizer else [])],
             env={**os.environ, **offline},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -157,24 +159,27 @@ def hugging_face_logits(directory, tokens, tokenizer):
 
 
 def main():
-    export, scratch, *tokenizer = map(Path, sys.argv[1:])
+    export, scratch, *of_data = sys.argv[1:]
     transformers.logging.set_verbosity_error()
-    for path in tokenizer:
-        check_tokenizer(export, path)
-    np.save(scratch / "logits.npy", compute_logits(export, torch.from_numpy(np.load(scratch / "tokens.npy"))))
+    if of_data:
+        check_tokenizer(export, *of_data)
+    np.save(f"{scratch}/logits.npy", compute_logits(export, torch.from_numpy(np.load(f"{scratch}/tokens.npy"))))
 
 
-def check_tokenizer(export, path):
-    """Exit with a message if the tokenizer of ``export`` gives different ids than the one at ``path``."""
+def check_tokenizer(export, path, *begin):
+    """Exit with a message if the tokenizer of ``export`` gives other ids than ``begin`` and those of the one at
+    ``path``."""
     try:
         original = read_model(path)
     except ConfigError as error:  # the package is absent
         sys.exit(error.problems[0])
     converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
-    for text in TEXTS:
-        ids = converted(text)["input_ids"]
-        if ids != list(original.encode(text)):
-            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, {path} {list(original.encode(text))}")
+    stay_text = isinstance(original, HuggingFaceModel) and converted.split_special_tokens
+    spelled = (f"a {token} b" for token in original.control_tokens()) if stay_text else ()
+    for text in (*TEXTS, *spelled):
+        ids, expected = converted(text)["input_ids"], [*map(int, begin), *original.encode(text)]
+        if ids != expected:
+            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, {path} {expected}")
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Converts the Hugging Face tokenizer with which a model was trained to the files of its export, with equal ids.
 
-As in tokenizer_json.py, nothing is added to a text, special tokens that are spelled out in it stay text, and EOS, which
+As in tokenizer_json.py, nothing is added to a text, control tokens that are spelled out in it stay text, and EOS, which
 ends documents of the data, is declared as BOS too. The padding token is the tokenizer's own, or the piece for unknown
 text, or a special token whose name says that it has no other use; otherwise there is none.
 """
@@ -13,10 +13,11 @@ from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, text_
 from tools.hf.convert.tokenizer_json import config_with, write_files
 
 
-def write_tokenizer(step, directory, max_length):
+def write_tokenizer(step, directory, max_length, parses=False):
     """Write tokenizer.json and tokenizer_config.json; returns {"bos", "eos", "pad", "unk"} -> id or None.
 
-    step: directory that holds the tokenizer. max_length: the model's context in tokens. Raises ConfigError.
+    step: directory that holds the tokenizer. max_length: the model's context in tokens. parses: whether the export will
+    find control tokens in a text; those that are not special then stay so and are shown. Raises ConfigError.
     """
     model = HuggingFaceModel(step)
     tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -33,6 +34,9 @@ def write_tokenizer(step, directory, max_length):
     spare = [token for token in (tokens.get("unk"), *unused) if token not in (None, tokens["eos"])]
     if spare:
         tokens.setdefault("pad", spare[0])
+    if not parses:
+        special = model.control_tokens()
+        tokenizer["added_tokens"] = [{**token, "special": token["content"] in special} for token in added]
     adds_nothing = {"truncation": None, "padding": None, "post_processor": None}
     write_files(directory, {**tokenizer, **adds_nothing},
                 config_with({f"{name}_token": token for name, token in tokens.items()}, max_length))  # fmt: skip

@@ -44,7 +44,7 @@ def model_card(
     if stock:
         sentence = STOCK.format(architecture=stock.architecture)
     head = {"license": license, "base_model": base_model}
-    limits = [TOKENIZER] if own_tokenizer else []
+    limits = [BEGINS if "bos_id" in state["data"] else TOKENIZER] if own_tokenizer else []
     limits += [ROUTING] if selection == "mixture" else []
     return CARD.format(
         head="".join(f"{key}: {value}\n" for key, value in head.items() if value),
@@ -241,6 +241,8 @@ print(tokenizer.decode(tokens[0]))
 TOKENIZER = """\
 In training every document ends with EOS, and it begins with BOS only if its data were made so (`tokenize.py --bos`).
 The tokenizer adds neither to a text."""
+BEGINS = """\
+In training every document begins with BOS and ends with EOS. The tokenizer adds only BOS to a text."""
 ROUTING = """\
 Routing is computed in fp32, from inputs in the precision of the model. In bfloat16 their rounding changes the selected
 heads of a few tokens, and differently with and without a cache or in batches of other sizes: such runs agree closely,

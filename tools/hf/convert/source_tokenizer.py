@@ -11,7 +11,7 @@ from moh_lm.data.files import json_bytes, read_json
 from moh_lm.data.hugging_face_model import optional_json, text_of
 from moh_lm.data.tokenizer import read_model
 from moh_lm.parsing import parse_json
-from tools.hf.convert.tokenizer_json import CLASS, write_files
+from tools.hf.convert.tokenizer_json import CLASS, numbers_of, write_files
 
 NAMES = ("bos", "eos", "pad", "unk")
 LEFT = ("Llama", "CodeLlama", "Gemma", "Cohere")  # classes of transformers that pad on the left if no file says where
@@ -128,14 +128,6 @@ def add_tokens(tokenizer, special):
         {"id": index, "content": text, **flags, "special": True} for text, index in new.items()
     ]
     tokenizer["added_tokens"].sort(key=lambda token: token["id"])
-
-
-def numbers_of(tokenizer):
-    """Return {text: id} from the content of a tokenizer.json."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if not isinstance(vocabulary, dict):
-        vocabulary = {text: index for index, (text, _) in enumerate(vocabulary)}
-    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 def listed(ids):

@@ -5,7 +5,8 @@ Hugging Face is needed. The class is PreTrainedTokenizerFast: LlamaTokenizer wou
 
 The tokenizer gives the ids that the model was trained on:
 - nothing is added: training puts EOS after each document and BOS nowhere. A document begins after the EOS of the one
-  before it, so EOS is also declared as the BOS token that evaluation and generation put before an empty context.
+  before it, so EOS is also declared as the BOS token that evaluation and generation put before an empty context. If
+  documents begin with BOS, ``begin_texts`` has it put before every text.
 - batches are padded on the left, by the model's padding piece, or else by the piece of unknown text. EOS is not used:
   collators of training exclude padding from the loss, and the model would not learn to end.
 - ``split_special_tokens``: the text ``</s>`` in a document is encoded as text, as by SentencePiece, and never as EOS.
@@ -119,6 +120,32 @@ def write_tokenizer(proto, directory, max_length):
     """Write both files; returns ``special_ids``. Equal models give equal bytes."""
     write_files(directory, tokenizer_json(proto), tokenizer_config(proto, max_length))
     return special_ids(proto)
+
+
+def begin_texts(directory, bos):
+    """Let the tokenizer in ``directory`` put the token with id ``bos`` before each text, as documents of the data have
+    it."""
+    tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+    text = next(text for text, index in numbers_of(tokenizer).items() if index == bos)
+    first, second = (
+        [{"SpecialToken": {"id": text, "type_id": number}}, {"Sequence": {"id": name, "type_id": number}}]
+        for number, name in enumerate("AB")
+    )
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + second,
+        "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+    }
+    write_files(directory, tokenizer, config | {"bos_token": text, "add_bos_token": True})
+
+
+def numbers_of(tokenizer):
+    """Return {text: id} from the content of a tokenizer.json."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {text: index for index, (text, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 def write_files(directory, tokenizer, config):

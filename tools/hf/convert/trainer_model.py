@@ -12,6 +12,8 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
+from moh_lm.data.hugging_face_model import optional_json
+from moh_lm.data.tokenizer import read_model
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.export_files import weight_files
@@ -19,13 +21,17 @@ from tools.hf.convert.import_config import model_config, read_config
 
 
 def load(arguments, attention_backend="auto"):
-    """Return (model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
+    """Return (model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError.
+
+    The tokenizer begins documents with BOS if the data of a step do, or if an export's tokenizer begins texts with it.
+    """
     directory = arguments.model
     if not os.path.isdir(directory):
         remedy = "give a run, a step or an export, or import a model of the hub with tools/import_hf.py first"
         raise ConfigError([f"--model {directory}: no such directory; {remedy}"])
     values = read_config(directory) if os.path.exists(directory / "config.json") else {}
-    if "model_type" in values:
+    is_step = "model_type" not in values
+    if not is_step:
         config, limit = model_config(values), values.get("max_position_embeddings")
         if not isinstance(limit, int):
             raise ConfigError([f"--model {directory}: config.json has no max_position_embeddings; add it"])
@@ -41,8 +47,11 @@ def load(arguments, attention_backend="auto"):
     usable_device(device)
     if attention_backend == "triton":
         check_triton(device, config)
+    bos = recorded_bos(directory, is_step)
     try:
-        tokenizer = Tokenizer(str(directory))
+        if bos is None:
+            bos = getattr(read_model(directory), "begins", False)
+        tokenizer = Tokenizer(str(directory), bos)
     except ConfigError as error:
         reason, advice = error.problems[0].removeprefix(f"--tokenizer {directory}: "), "or copy that of its data there"
         raise ConfigError([f"--model {directory}: has no tokenizer that can be read: {reason}, {advice}"]) from error
@@ -62,6 +71,16 @@ def load(arguments, attention_backend="auto"):
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
     return model.eval(), limit, tokenizer
+
+
+def recorded_bos(directory, is_step):
+    """Return whether BOS begins documents of a step, or texts of an export; None if the export has no entry on it."""
+    path = directory / ("state.json" if is_step else "tokenizer_config.json")
+    try:
+        facts = optional_json(path)
+        return "bos_id" in facts["data"] if is_step else facts.get("add_bos_token")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError([f"--model {directory}: {path.name} cannot be read ({error}); restore it"]) from error
 
 
 def check_triton(device, config):

@@ -18,7 +18,7 @@ from tools.hf.convert.keys import ARCHITECTURES, model_type, written
 from tools.hf.convert.model_card import model_card
 from tools.hf.convert.shipped_code import LANGUAGE, write_code
 from tools.hf.convert.source_tokenizer import cleaned, restore
-from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, write_tokenizer
+from tools.hf.convert.tokenizer_json import CLASS, begin_texts, named_ids, read_model, write_tokenizer
 
 AUTO_MAP = {
     "AutoConfig": "configuration_moh.MoHLlamaConfig",
@@ -36,9 +36,13 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
     if not tokenizer:
         special = copy_tokenizer(step, imported, directory)
     else:
-        special = export_tokenizer(tokenizer, directory, length)
-        if source := imported.get("tokenizer"):
+        source = imported.get("tokenizer", {})
+        special = export_tokenizer(tokenizer, directory, length, parses="chat_template" in source)
+        if source:
             special = restore(directory, source, imported["token_ids"], special)
+        if "bos_id" in state["data"]:
+            begin_texts(directory, state["data"]["bos_id"])
+            special |= {"bos": state["data"]["bos_id"]}
     write_json(directory / "config.json", hugging_face_config(config.model, length, dtype, special, stock))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() uses EOS and prints a warning every time
@@ -79,10 +83,11 @@ def copy_tokenizer(step, imported, directory):
     return named | {name: index for name, index in special.items() if index is not None}
 
 
-def export_tokenizer(model, directory, max_length):
-    """Convert the tokenizer ``model``, and copy a tokenizer.model; returns the ids of its special tokens."""
+def export_tokenizer(model, directory, max_length, parses):
+    """Convert the tokenizer ``model``, and copy a tokenizer.model; returns the ids of its special tokens. parses: see
+    hugging_face_tokenizer.py."""
     if model.name != TOKENIZER_FILES[0]:
-        return hugging_face_tokenizer.write_tokenizer(model.parent, directory, max_length)
+        return hugging_face_tokenizer.write_tokenizer(model.parent, directory, max_length, parses)
     shutil.copyfile(model, directory / model.name)
     if is_tiktoken(model):
         return tiktoken_json.write_tokenizer(model, directory, max_length)
