@@ -15,7 +15,8 @@ from moh_lm.parallel.groups import group_rank, group_size
 class SharedGradients:
     """A hook before an optimizer's step on flat ``masters``, which shares the gradients of copies in them.
 
-    place: returns this rank's ``Place`` in a parameter, or None. tied: see ``TiedGradient``.
+    replicated: parameters that tensor-parallel ranks hold whole. tied: pairs (parameter, group of the stages that hold
+    it). place: returns this rank's ``Place`` in a parameter, or None.
     """
 
     def __init__(self, masters, replicated, tied, place, groups, device):

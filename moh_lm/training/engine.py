@@ -123,8 +123,7 @@ class Engine:
         self.frozen = FrozenWeights(parameters, self.groups.data)
         if self.config.optimizer.optimizer == "muon":
             self.optimizer.distribute(self.named_parameters(), self.config, self.groups, self.device)
-        tied_pairs = [(parameter, stages) for _, parameter, stages in tied]
-        self.optimizer.share_gradients(parameters, tied_pairs, self.groups, self.device)
+        self.optimizer.share_gradients(parameters, tied, self.groups, self.device)
         self.compare_replicas = functools.partial(
             replica_differences,
             list(self.named_parameters()),

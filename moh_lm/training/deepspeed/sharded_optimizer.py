@@ -60,10 +60,10 @@ class ShardedOptimizer:
     def share_gradients(self, parameters, tied, groups, device):
         """Update copies of weights with the gradients of the ranks that count them. See moh_lm.training.copies.
 
-        tied: pairs (parameter, group of stages) of weights that two stages hold.
+        tied: (name, parameter, group of stages) of weights that two stages hold.
         """
         replicated = [p for p in parameters if p.requires_grad and p.tensor_partition is None]
-        tied = [(parameter, stages) for parameter, stages in tied if parameter.requires_grad]
+        tied = [(parameter, stages) for _, parameter, stages in tied if parameter.requires_grad]
         shared = SharedGradients(self.masters(), replicated, tied, self.place, groups, device)
         self.optimizer.optimizer.register_step_pre_hook(shared)
 
