@@ -86,7 +86,7 @@ def stage_memory(config, world_size):
         is_last = stage == pp - 1
         # DeepSpeed sums gradients in a buffer, in two with a pipeline, or in none under ZeRO-1 in bf16 without offload.
         buffers = (1 if pp == 1 else 2) * (parallel.zero_stage > 1 or width == 4 or parallel.offload_optimizer)
-        bucket = buffers * (4 if parallel.zero_stage == 1 else width) * min(REDUCE_BUCKET, trained)
+        bucket = buffers * (width if parallel.zero_stage == 2 else 4) * min(REDUCE_BUCKET, trained)
         found.append(
             {
                 "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),

@@ -74,7 +74,7 @@ def step_seconds(config, machine):
     weights = parameter_counts(model)["total"] * parameter_share / tp
     sums = micro_batches if parallel.zero_stage > 1 else 1
     gathered = (3 if run.recompute else 2) * micro_batches if parallel.zero_stage == 3 else 1
-    gradient_bytes = (1 if parallel.zero_stage > 1 else 2) * 4 * weights * sums
+    gradient_bytes = (1 if parallel.zero_stage == 3 else 2) * 4 * weights * sums  # ZeRO-1 and 2 reduce to all ranks
     work, sent = muon_flops(model, config.optimizer.muon_split), 2 * 4 * layers * layer_matrices(model) / tp
     muon = (work["whole"] + work["blocks"] / tp) * layers / dp / speed
     muon += sent * (dp - 1) / dp / bandwidth(tp * dp)

@@ -173,7 +173,7 @@ def alarms_fit(state, model):
 
 def data_fits(state, model):
     segments, units = state["data"]["segments"], state["data"]["units"]
-    if not is_count(state["data"].get("bos_id", 0), model.vocab_size - 1):
+    if "bos_id" in state["data"] and not is_count(state["data"]["bos_id"], model.vocab_size - 1):
         return False
     if not segments or "images" in segments[0]:  # an import has none, and those of images have other entries
         return len(segments) == (state["step"] > 0) and isinstance(units, dict)

@@ -119,13 +119,15 @@ class Engine:
 
     def address_weights(self):
         """Find this rank's part of frozen weights and Muon's matrices, and the weights that other ranks also hold."""
-        self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], self.groups.data)
+        parameters, tied = [p for _, p in self.named_parameters()], list(self.model.tied_parameters())
+        self.frozen = FrozenWeights(parameters, self.groups.data)
         if self.config.optimizer.optimizer == "muon":
             self.optimizer.distribute(self.named_parameters(), self.config, self.groups, self.device)
+        self.optimizer.share_gradients(parameters, tied, self.groups, self.device)
         self.compare_replicas = functools.partial(
             replica_differences,
             list(self.named_parameters()),
-            list(self.model.tied_parameters()),
+            tied,
             list(self.named_biases()),
             self.config.parallel,
             self.groups,

@@ -2,10 +2,10 @@
 
 The bits of each weight are summed as integers, so the order does not matter and every single flip shows. Copies exist
 of all weights on data-parallel ranks (not under ZeRO-3), of norms and routers on tensor-parallel ranks, of a tied
-embedding on the first and last pipeline stage, and of router biases on all ranks of a stage. ZeRO rewrites the weights
-from their masters in every step, so a flip lasts one step and spoils one gradient unless it is found before. By default
-weights are therefore compared in every step, which takes about a thousandth of its time on a CPU. A bias has no master:
-if ranks differ in one, the run ends.
+embedding on the first and last pipeline stage, and of router biases on all ranks of a stage. Rounding never makes them
+differ; see moh_lm/training/copies.py. ZeRO rewrites the weights from their masters in every step, so a flip lasts one
+step and spoils one gradient unless it is found before. By default weights are therefore compared in every step, which
+takes about a thousandth of its time on a CPU. A bias has no master: if ranks differ in one, the run ends.
 """
 
 import torch

@@ -35,7 +35,8 @@ CASES = [  # of two ranks; pipelines last: DeepSpeed keeps the grid of the first
     ("bf16", "--pipeline-parallel-size", "2", TIED),
     ("fp32", "--pipeline-parallel-size", "2", TIED, "--recompute"),
 ]
-LIMITS = {"fp32": 1e-6, "bf16": 5e-3}  # half a unit in the last place of a bf16 number is 2e-3 to 4e-3 of it
+TIED_STAGES = CASES[-2]  # one process rounds the sum of the embedding's two gradients to bf16, two stages do not
+LIMIT, LIMIT_TIED_STAGES = 1e-6, 5e-3  # half a unit in the last place of a bf16 number is 2e-3 to 4e-3 of it
 
 
 def micro_batches(step, size):
@@ -105,7 +106,9 @@ def found():
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_every_gradient_and_the_norm_are_those_of_autograd(case, found):
     for of_rank in found:
-        assert max(of_rank[case].values()) < LIMITS[case[0]], max(of_rank[case].items(), key=lambda item: item[1])
+        for (step, name), distance in of_rank[case].items():
+            rounded = case == TIED_STAGES and name in ("model.embed_tokens.weight", "norm")
+            assert distance < (LIMIT_TIED_STAGES if rounded else LIMIT), (step, name)
 
 
 def distances_after_training(directory):

@@ -26,6 +26,7 @@ def deepspeed_config(config, micro_batches, num_parameters):
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "bf16": {"enabled": config.run.precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",  # by default bf16 gradients are summed in bf16, rounded at every rank
         "steps_per_print": 2**62,
         "timers": {"throughput": {"enabled": False}},  # DeepSpeed's waits for the device in every micro-batch
     }

@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS
+from moh_lm.training.copies import SharedGradients
 from moh_lm.training.deepspeed.norms import examine_norms
 from moh_lm.training.deepspeed.shards import slice_range
 from moh_lm.training.muon import Place, find_matrices
@@ -55,6 +56,16 @@ class ShardedOptimizer:
         dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
         matrices = {masters[number]: matrices for number, matrices in found.items()}
         self.optimizer.optimizer.distribute(matrices, groups, device, dtype)
+
+    def share_gradients(self, parameters, tied, groups, device):
+        """Update copies of weights with the gradients of the ranks that count them. See moh_lm.training.copies.
+
+        tied: (name, parameter, group of stages) of weights that two stages hold.
+        """
+        replicated = [p for p in parameters if p.requires_grad and p.tensor_partition is None]
+        tied = [(parameter, stages) for _, parameter, stages in tied if parameter.requires_grad]
+        shared = SharedGradients(self.masters(), replicated, tied, self.place, groups, device)
+        self.optimizer.optimizer.register_step_pre_hook(shared)
 
     def masters(self):
         """Return the flat fp32 tensors that the optimizer updates."""
