@@ -90,6 +90,7 @@ LLM_S = """--num-layers 2 --hidden-size 768 --num-attention-heads 12 --num-share
     ("--compile", (9, 0), "triton"), ("--cuda-graph", (8, 0), "triton"), ("", (9, 0), "dense"),
     ("--compile --micro-batch-size 7", (9, 0), "dense"), ("--compile --head-selection all", (9, 0), "dense"),
     ("--compile --seq-length 512 --micro-batch-size 32", (9, 0), "dense"),
+    ("--compile --seq-length 1024 --micro-batch-size 16", (9, 0), "dense"),
     ("--compile --num-active-routed-heads 6", (9, 0), "dense"), ("--compile", (8, 9), "dense"),
     ("--compile --precision fp32", (9, 0), "dense"), ("--compile --head-dim 56", (9, 0), "dense"),
 ])  # fmt: skip

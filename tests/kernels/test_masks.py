@@ -30,6 +30,12 @@ def test_what_a_window_shows_is_counted_by_hand():
     assert mean_keys(8192, 0) == mean_keys(8192, 8192) == 4096 and mean_keys(8192, 2048) == 2048 - 256
 
 
+def test_the_mask_of_the_first_tokens_is_that_of_a_shorter_sequence():
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [3, 4, 0, 1, 2, 3, 4]])
+    cut, shorter = document_bounds(positions, True).first(5), document_bounds(positions[:, :5], True)
+    assert all(torch.equal(*pair) for pair in zip(cut, shorter, strict=True))
+
+
 def test_bounds_of_documents_are_counted_by_hand():
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [7, 8, 0, 1, 2, 3]])  # the second window begins inside a document
     starts, ends, mask = document_bounds(positions, True)

@@ -77,11 +77,11 @@ def test_frozen_weights_are_compared_too(interpreter, tmp_path):
 
 
 FROM_64 = torch.ones(4096)
-FROM_64[64:] = 1.1
+FROM_64[64:] = 1.05
 
 
 @pytest.mark.parametrize("wrong", [
-    lambda exact: exact * FROM_64, lambda exact: exact.index_fill(0, torch.tensor([9]), 0.0),
+    lambda exact: exact * FROM_64,
     lambda exact: torch.where(exact == 0, torch.nan, exact), lambda exact: torch.where(exact == 0, torch.inf, exact),
 ])  # fmt: skip
 def test_what_bf16_rounds_is_allowed_and_nothing_more(wrong):
@@ -90,6 +90,11 @@ def test_what_bf16_rounds_is_allowed_and_nothing_more(wrong):
     exact[100] = 0
     assert distance(exact.bfloat16(), exact) < rounding(torch.bfloat16) / 2
     assert distance(wrong(exact), exact) > rounding(torch.bfloat16)
+
+
+def test_one_wrong_number_of_many_is_not_allowed():
+    exact = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    assert distance(exact.index_fill(0, torch.tensor([9]), 2.0), exact) > rounding(torch.bfloat16)
 
 
 def test_a_tie_on_few_tokens_is_allowed_and_many_are_not():
