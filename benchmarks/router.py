@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.attention import budgets, describe
 from benchmarks.flags import SHAPES
-from benchmarks.loss import refuse_excess, report
+from benchmarks.loss import report
 from benchmarks.timing import set_up
 from moh_lm.build import Settings, build_attention
 from moh_lm.config import HeadsConfig, ModelConfig
@@ -47,7 +47,7 @@ def compare(shape, routing, options, device, dtype):
     for weight in router.parameters():
         weight.data.normal_(0, hidden**-0.5)
     x, upstream = torch.randn(size, device=device).to(dtype).requires_grad_(), torch.ones((), device=device)
-    print(f"{shape} {routing}: {refuse_excess(router, x, RouterInputs())}")
+    print(f"{shape} {routing}: {router.compare(x, RouterInputs()).checked(router.flag, shape)}")
     of_gates = torch.ones(*size[:2], heads, device=device)
 
     def call(forward):

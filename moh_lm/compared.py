@@ -35,6 +35,12 @@ class Differences(NamedTuple):
     others: float
     excess: float
 
+    def checked(self, flag, who):
+        """Return these differences, or raise ``Differs`` if they exceed rounding. who: what computed, in words."""
+        if not self.excess <= 1:
+            raise Differs.of(flag, f"{who} does not compute what torch does", self)
+        return self
+
     def __str__(self):
         found = f"outputs differ by {self.outputs:.1e}, gradients by {self.gradients:.1e}"
         return f"{found}; {self.others:.2%} of the tokens select other heads" if self.others else found
