@@ -125,7 +125,7 @@ class Comparison:
         schedule = {
             "train-iters": steps,
             "warmup-iters": max(1, steps * size.warmup // 100),
-            "eval-interval": max(1, steps // 8),
+            "eval-interval": max(1, steps // size.evaluations),
             "save-interval": max(1, steps // 8),
             "learning-rate": f"{factor * size.rate:g}",
             "min-learning-rate": f"{factor * size.rate / 10:g}",

@@ -71,7 +71,8 @@ def numbers(values):
 
 class Size(NamedTuple):
     """rate: the learning rate that factors multiply. tokens: tokens of a run per parameter of the first variant, if
-    ``iterations`` are not given. layers: see ``Variant.arguments``. warmup: percent of the iterations."""
+    ``iterations`` are not given. layers: see ``Variant.arguments``. warmup: percent of the iterations. evaluations: how
+    many a run has, evenly spaced, after the one before its first step."""
 
     name: str
     heads: int
@@ -81,6 +82,7 @@ class Size(NamedTuple):
     layers: int = 1
     iterations: int | None = None
     warmup: int = 5
+    evaluations: int = 8
 
 
 class Table(NamedTuple):
