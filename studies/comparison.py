@@ -14,9 +14,8 @@ from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
 from studies import report, times
-from studies.results import factor_and_seed, final_evaluation, metrics, run_name
+from studies.results import factor_and_seed, final_evaluation, has_diverged, metrics, run_name
 from studies.runs import (
-    DIVERGED,
     Run,
     as_flags,
     check_flags,
@@ -135,7 +134,7 @@ class Comparison:
         arguments = [*self.model_arguments(size, variant), *as_flags(schedule), *self.others, *as_flags(own)]
         return Run(name, directory, steps, arguments)
 
-    def trials(self, diverged=()):
+    def trials(self):
         """Yield all requested runs, the most informative first, by tier: forms are tuned, then compared by size.
 
         Seeds beyond the first three come after all tiers."""
@@ -146,32 +145,33 @@ class Comparison:
             for variant in variants:
                 if variant.form not in best:
                     tuned = next(first for first in self.table.variants if first.form == variant.form)
-                    wanted, best[variant.form] = tuning(self.tuning_losses(tuned, diverged), self.flags.rates)
+                    wanted, best[variant.form] = tuning(self.tuning_losses(tuned), self.flags.rates)
                     yield from (Trial(self.table.sizes[0], tuned, factor, TUNING_SEED) for factor in wanted)
             for size in self.sizes:
                 for seed in seeds:
                     yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
 
-    def tuning_losses(self, variant, diverged):
-        """{factor: final loss} of the runs of seed 0 that have ended."""
+    def tuning_losses(self, variant):
+        """{factor: final loss} of the runs of seed 0 that have ended; inf for those that diverged."""
         size = self.table.sizes[0]
         folder, steps, found = self.flags.out / "runs" / size.name / variant.name, self.iterations(size, variant), {}
         for path in folder.glob(f"rate-*-seed-{TUNING_SEED}/"):
             losses, named = final_evaluation(path, steps), factor_and_seed(path)
-            if named and (losses or path in diverged):
-                bad = not losses or None in losses.values()
-                found[named[0]] = math.inf if bad else mean(losses.values())
+            if named and has_diverged(path):
+                found[named[0]] = math.inf
+            elif named and losses and None not in losses.values():
+                found[named[0]] = mean(losses.values())
         return found
 
     def next_run(self, busy, codes):
         """Return for ``train_all`` the first run that can start and would end within the hours."""
         left = self.flags.hours - (time.monotonic() - self.begun) / 3600
         speeds = {size: self.speed(size) for size in self.trained} if left < math.inf else {}
-        for trial in self.trials([path for path, code in codes.items() if code == DIVERGED]):
+        for trial in self.trials():
             if trial.factor is None:
                 continue
             run = self.run(trial)
-            begun = run.directory in busy or run.directory in codes or run.is_complete()
+            begun = run.directory in {*busy, *codes} or run.is_complete() or has_diverged(run.directory)
             if not begun and (left == math.inf or self.hours(trial, speeds[trial.size]) <= left):
                 return run
         return None
@@ -245,16 +245,17 @@ class Comparison:
 def tuning(losses, rates):
     """Return (factors to try, the best one or None), given {factor: loss} so far and the initial ``rates``.
 
-    A single rate needs no trial. While the best is the lowest or the highest tried, half or twice of it is added. A
-    factor that diverged has the loss inf.
+    A single rate needs no trial. While the best is the lowest or the highest tried, a factor beyond it is added, as
+    far from it as its neighbour. A factor that diverged has the loss inf.
     """
     if len(rates) == 1:
         return [], rates[0]
     wanted = list(rates)
     while len(wanted) < MOST_RATES and losses.keys() >= set(wanted):
-        best = min(wanted, key=losses.get)
-        if min(wanted) < best < max(wanted):
+        best, ordered = min(wanted, key=losses.get), sorted(wanted)
+        if ordered[0] < best < ordered[-1]:
             break
-        wanted.append(factor(best / 2 if best == min(wanted) else best * 2))
+        neighbour = ordered[1] if best == ordered[0] else ordered[-2]
+        wanted.append(factor(f"{best * best / neighbour:.3g}"))
     known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
     return wanted, min(wanted, key=losses.get) if known else None

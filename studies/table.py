@@ -42,8 +42,8 @@ class Variant:
 
     @property
     def form(self):
-        """The form, whose variants share the learning rate tuned for the first: here one variant at several lengths."""
-        return self.name if self.tokens == 1 else self.name.rpartition("-")[0]
+        """The form, whose variants share the learning rate tuned for the first: here every variant is its own."""
+        return self.name
 
     def arguments(self, heads, layers=1):
         """Return its flags with ``heads`` attention heads. layers: their number; one suffices if eighths are whole."""

@@ -11,6 +11,7 @@ import pytest
 
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
+from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from studies import atlas as command
 from studies import comparison, runs, times
@@ -71,7 +72,7 @@ def test_a_factor_has_the_digits_of_its_directory(tmp_path):
     rates = make(tmp_path, *flags).flags.rates
     assert [float(f"{rate:g}") for rate in rates] == rates == [0.707107, 1, 1.41421]
     wanted, _ = comparison.tuning({0.333333: 1, 1: 2}, [0.333333, 1])
-    assert [float(f"{rate:g}") for rate in wanted] == wanted == [0.333333, 1, 0.166666]
+    assert [float(f"{rate:g}") for rate in wanted] == wanted == [0.333333, 1, 0.111]
     plan = make(tmp_path, *"--rates 0.3333333333333333 --variants dense --sizes s --seeds 1".split())
     run = plan.next_run(set(), {})
     begin(run)
@@ -94,6 +95,21 @@ def test_forms_are_tuned_then_compared_and_nothing_is_done_twice(tmp_path):
         *(f"{size}/{name}-seed-{seed}" for size in "sm" for seed in "12" for name in best),
         *(f"{size}/paper-75/rate-2-seed-{seed}" for size in "sm" for seed in "12"),
     ]  # fmt: skip
+
+
+def test_a_run_that_diverged_is_never_trained_again(tmp_path):
+    flags = "--variants dense --sizes s --seeds 1 --rates".split()
+    for rates, name in (("1",), "s/dense/rate-1-seed-1"), (("0.5", "1", "2"), "s/dense/rate-0.5-seed-0"):
+        run = make(tmp_path, *flags, *rates).next_run(set(), {})
+        assert run.name == name
+        run.directory.mkdir(parents=True)
+        write_json(run.directory / "config.json", parse_config(run.arguments)[0].to_dict())
+        begin(run)
+        (run.directory / "events.jsonl").write_text('{"event": "started", "step": 0}\n{"event": "failed", "step": 9}\n')
+        plan = make(tmp_path, *flags, *rates)  # as the same command again does
+        found = plan.next_run(set(), {})
+        assert found is None or found.name != name
+    assert plan.tuning_losses(VARIANTS[0]) == {0.5: math.inf}
 
 
 def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
@@ -302,7 +318,7 @@ def test_a_small_factor_is_read_from_its_directory(tmp_path):
         write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
         if "seed-1" in run.name:
             break
-    assert plan.tuning_losses(VARIANTS[0], ()).keys() >= {0.00002, 0.00004}
+    assert plan.tuning_losses(VARIANTS[0]).keys() >= {0.00002, 0.00004}
 
 
 @pytest.mark.parametrize("sizes", ["s", "m"])
@@ -324,7 +340,7 @@ def test_odd_folders_end_no_plan(tmp_path):
     steps = plan.iterations(plan.sizes[0], VARIANTS[0])
     for name in ("rate-x-seed-0", "rate-1e-seed-0", "rate-1.0-seed-0", "rate-1-seed-1 (copy)", "rate-2-seed-0"):
         write_rows(tmp_path / "runs/s/dense" / name, {"step": steps, "evaluation": {"a": 3.0}})
-    assert plan.tuning_losses(VARIANTS[0], ()) == {2: 3.0}
+    assert plan.tuning_losses(VARIANTS[0]) == {2: 3.0}
     assert [trial.factor for trial in plan.there()] == [2]
 
 
