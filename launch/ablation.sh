@@ -8,7 +8,7 @@
 # gates of MoA and SwitchHead: --variants gqa-dense moh-50 forms. Muon or AdamW, each at the best of five rates:
 # --variants dense moh-50 muon --rates 0.25 0.5 1 2 4.
 #
-# OUT (default: runs/ablation) receives the runs, REPORT.md and curves.png. The same command resumes where it
+# OUT (default: runs/ablation) receives the runs, REPORT.md and its pictures. The same command resumes where it
 # stopped. FLAGS are those of python -m studies.ablation --help, and any of moh_lm.pretrain, which win. The model has 1.4M
 # parameters; without --data-dir the text is that of the quickstart. While it works, the report of what is complete:
 # bash launch/ablation.sh OUT --report. Each run keeps one checkpoint, of 12 bytes per parameter. A table at the size

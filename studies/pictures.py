@@ -1,12 +1,14 @@
-"""Pictures of tables of runs: curves.png and multipliers.png, if matplotlib is installed.
+"""Pictures of tables of runs: losses.png, and seconds.png for every machine and size, if matplotlib is installed.
 
-table: {size: {variant: {seed: run}}} of report.py. Each form has a colour, and each budget of heads has a line style.
+sizes: {size: {variant: {seed: run}}} of report.py. Differences are to dense with the same seeds, with 90% intervals.
 """
 
 import io
-from statistics import mean
+import math
+from statistics import mean, median
 
 from moh_lm.data.files import publish_own
+from studies.results import DENSE, LENGTHS, differences, interval, tokens_of
 
 try:
     import matplotlib
@@ -17,46 +19,70 @@ except ImportError:  # the tables do not need it
     pyplot = None
 
 
-def draw(out, table, variants, multipliers):
-    """Write the pictures of a report to ``out``.
-
-    variants: those of the ``Table``. multipliers: {size: {variant: (center, low, high, inside)}}, from the report.
-    """
-    forms = list(dict.fromkeys(variant.form for variant in variants))
-    styles = {variant.name: line(forms.index(variant.form), variant.name) for variant in variants}
+def draw(out, sizes, times):
+    """Write the pictures of a report to ``out``. times: {size: {machine: {variant: [seconds, dense = 1]}}}."""
     if pyplot is None:
         print("no pictures: matplotlib is not installed")
-    elif table:
-        draw_curves(out / "curves.png", table, variants[0].name, styles.get)
-        draw_multipliers(out / "multipliers.png", multipliers)
+        return
+    leads = {size: leads_of(variants) for size, variants in sizes.items()}
+    if any(of.keys() - {*LENGTHS} for of in leads.values()):
+        draw_losses(out / "losses.png", leads)
+    for size, machines in times.items():
+        for machine, seconds in machines.items():
+            draw_seconds(out / f"seconds-{size}-{machine}.png", sizes[size], leads[size], seconds)
 
 
-def line(number, name):
-    """Return a colour for form ``number`` and a line style for the budget of heads; after ten forms, another style."""
-    of_budget = {"": "-.", "75": "--", "25": ":"}.get(name.partition("-")[2], "-")
-    return {"color": f"C{number % 10}", "linestyle": of_budget if number < 10 else ("-.", ":", "--")[number // 10 % 3]}
+def leads_of(variants):
+    """{variant: (loss minus that of dense, half of its interval, number of seeds)} of a size."""
+    found = {name: differences(runs, variants.get(DENSE, {})) for name, runs in variants.items()}
+    return {name: (*interval(values), len(values)) for name, values in found.items() if values}
 
 
-def draw_curves(path, table, reference, style):
-    """Draw the validation loss against tokens, and its difference to the ``reference`` variant with the same seeds.
+def draw_losses(path, leads):
+    """Draw the losses minus those of dense: a row for each variant, and a mark for each size; hollow with one seed."""
+    names = list(dict.fromkeys(name for of in leads.values() for name in of if name not in LENGTHS))
+    figure, axis = pyplot.subplots(figsize=(7, 1.2 + 0.28 * len(names)), layout="constrained")
+    for number, (size, of) in enumerate(leads.items()):
+        for name in of.keys() & {*names}:
+            center, width, _ = of[name]
+            place = names.index(name) + 0.2 * (number - (len(leads) - 1) / 2)
+            face = "white" if width == math.inf else f"C{number}"
+            axis.errorbar(
+                center, place, xerr=finite(width), fmt="os^"[number % 3], color=f"C{number}", mfc=face, capsize=2
+            )
+        axis.plot([], [], "os^"[number % 3], color=f"C{number}", label=f"size {size}")
+    axis.axvline(0, color="gray", linewidth=1)
+    axis.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+    axis.set_xlabel("validation loss minus that of dense (nats per token)")
+    finish(figure, [[axis]], path)
 
-    The picture has a column for each size. style: the settings of a variant's line.
+
+def draw_seconds(path, variants, leads, seconds):
+    """Draw the losses minus those of dense against the seconds of a step, with the range of the rounds.
+
+    The line is dense itself with more or fewer tokens: what lies below it is better in the same time. seconds:
+    {variant: [those of each round, dense = 1]}.
     """
-    figure, axes = pyplot.subplots(2, len(table), figsize=(5 * len(table) + 1, 8), layout="constrained", squeeze=False)
-    for (upper, lower), (size, variants) in zip(axes.T, table.items(), strict=True):
-        dense = variants.get(reference, {})
-        for name, runs in variants.items():
-            common = sorted(runs.keys() & dense.keys())
-            if not common or runs[common[0]]["config"].run.train_iters != dense[common[0]]["config"].run.train_iters:
-                continue  # runs of other lengths have other schedules
-            mine, theirs = (curve([each[seed] for seed in common]) for each in (runs, dense))
-            steps = [step for step in mine if step and step in theirs]
-            tokens = [step * runs[common[0]]["config"].run.tokens_per_iteration / 1e6 for step in steps]
-            upper.plot(tokens, [mine[step] for step in steps], label=name, **style(name))
-            lower.plot(tokens, [mine[step] - theirs[step] for step in steps], label=name, **style(name))
-        upper.set(title=f"size {size}", ylabel="validation loss (nats per token)")
-        lower.set(xlabel="tokens (millions)", ylabel=f"difference to {reference}, same seeds")
-    finish(figure, axes, path)
+    figure, axis = pyplot.subplots(figsize=(8, 6), layout="constrained")
+    tokens = {name: mean(map(tokens_of, variants[name].values())) for name in LENGTHS if name in leads}
+    points = sorted((tokens[name] / tokens[DENSE], *leads[name][:2]) for name in tokens)
+    places, centers, widths = zip(*points, strict=True)
+    axis.errorbar(places, centers, list(map(finite, widths)), color="gray", label="dense, more or fewer tokens")
+    for name in [name for name in seconds if name in leads and name not in LENGTHS]:
+        center, width, _ = leads[name]
+        middle, least, most = median(seconds[name]), min(seconds[name]), max(seconds[name])
+        axis.errorbar(middle, center, finite(width), [[middle - least], [most - middle]], fmt="o", capsize=2)
+        axis.annotate(name, (middle, center), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axis.set(xscale="log", xlabel="seconds of training, dense = 1")
+    axis.set_ylabel("validation loss minus that of dense (nats per token)")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("{x:g}")
+    finish(figure, [[axis]], path)
+
+
+def finite(width):
+    """Half of an interval as a bar: none if only one seed is known."""
+    return 0 if width == math.inf else width
 
 
 def finish(figure, axes, path):
@@ -71,30 +97,3 @@ def finish(figure, axes, path):
     publish_own(path.parent, {path.name: file.getvalue()})
     pyplot.close(figure)
     print(f"wrote {path}")
-
-
-def curve(runs):
-    """Return {step: mean over ``runs`` and sources of the validation loss} where it is finite in all of them."""
-    finite = ({step for step, of in run["evaluations"].items() if None not in of.values()} for run in runs)
-    steps = sorted(set.intersection(*finite))
-    return {step: mean(mean(run["evaluations"][step].values()) for run in runs) for step in steps}
-
-
-def draw_multipliers(path, multipliers):
-    """Draw the dense model's tokens over those of the form, with 90% intervals; a point per form and size."""
-    names = list(dict.fromkeys(name for found in multipliers.values() for name in found))
-    if not names:
-        return
-    figure, axis = pyplot.subplots(figsize=(4 + 0.7 * len(names), 4.5), layout="constrained")
-    for number, (size, found) in enumerate(multipliers.items()):
-        told = [(place, found[name]) for place, name in enumerate(names) if name in found]
-        places = [place + 0.15 * (number - (len(multipliers) - 1) / 2) for place, _ in told]
-        centers = [center for _, (center, *_) in told]
-        widths = [(center - (low or center), (high or center) - center) for _, (center, low, high, _) in told]
-        if told:
-            axis.errorbar(places, centers, list(zip(*widths, strict=True)), fmt="o", capsize=3, label=f"size {size}")
-    axis.axhline(1, color="gray", linewidth=1)
-    axis.set(xticks=range(len(names)), xlim=(-0.5, len(names) - 0.5))
-    axis.set_ylabel("tokens of dense for this loss / own tokens")
-    axis.set_xticklabels(names, rotation=30, ha="right")
-    finish(figure, [[axis]], path)

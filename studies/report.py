@@ -6,18 +6,16 @@ that diverged, or have other tokens or sources than most: the report names them.
 
 import math
 from collections import Counter
-from itertools import pairwise
 from statistics import mean, median
 
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import publish_own
 from studies import results
+from studies.multipliers import multipliers
 from studies.pictures import draw
-from studies.results import final_loss, final_losses, flops, significance, spread
+from studies.results import DENSE, LENGTHS, final_loss, final_losses, flops, significance, spread, tokens_of
 from studies.table import TUNING_SEED
 from studies.times import read_times
-
-DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
 
 
 def write(out, table):
@@ -34,7 +32,7 @@ def write(out, table):
     text = markdown(sizes, factors, table, tuned, left_out, times)
     publish_own(out, {"REPORT.md": text.encode()})
     print(text)
-    draw(out, sizes, table.variants, factors)
+    draw(out, sizes, times)
 
 
 def read_runs(directory, table):
@@ -101,78 +99,81 @@ def tuning_losses(variants):
     return {name: losses for name, losses in found.items() if losses}
 
 
-def tokens_of(run):
-    return run["config"].tokens_after(run["config"].run.train_iters)
-
-
-def tokens_of_dense(points, loss):
-    """Return (T at which the dense model reaches ``loss``, whether it lies between the points), or None if unknown.
-
-    points: {T: loss} of dense runs, at least two, lower with more tokens. The loss is linear in ln T between
-    neighbours, and extrapolated from the first and the last two.
-    """
-    ordered = sorted(points.items())
-    if len(ordered) < 2 or any(more >= less for (_, less), (_, more) in pairwise(ordered)):
-        return None
-    for (tokens, left), (next_tokens, right) in pairwise(ordered):  # noqa: B007 (the last stays, if none is left)
-        if loss >= right:
-            break
-    place = (left - loss) / (left - right)
-    return tokens * (next_tokens / tokens) ** place, ordered[-1][1] <= loss <= ordered[0][1]
-
-
-def multipliers(variants):
-    """{variant: (multiplier in tokens, low, high of its 90% interval, whether every seed lies between dense runs)}."""
-    dense = [variants.get(name, {}) for name in LENGTHS]
-    found = {}
-    for name, runs in variants.items():
-        if name in LENGTHS:
-            continue
-        told = []
-        runs = [(seed, run) for seed, run in runs.items() if all(seed in of for of in dense)]
-        for seed, run in runs:
-            points = {tokens_of(of[seed]): final_loss(of[seed]) for of in dense}
-            told.append(tokens_of_dense(points, final_loss(run)))
-        logs = [math.log(told_[0] / tokens_of(run)) for told_, (_, run) in zip(told, runs, strict=True) if told_]
-        if logs:
-            center, width = results.interval(logs)
-            bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
-            found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_))
-    return found
-
-
 def markdown(sizes, factors, table, tuned, left_out, times):
     """The whole report. sizes: {size: {variant: {seed: run}}}. factors, times: by size."""
     heads = {size.name: size.heads for size in table.sizes}
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     for size, variants in sizes.items():
-        lines += [*size_section(size, heads[size], variants, factors[size]), ""]
-        lines += times_section(size, factors[size], times[size])
-        lines += answers(variants, table.questions)
+        lines += [*size_section(size, heads[size], variants, factors[size], times[size]), ""]
+    lines += answers(sizes, table)
     named = [f"- size {size}, {words}" for size, of in left_out.items() for words in of]
     lines += ["Left out. A form whose runs diverge is worse than its row says.", "", *named, ""] if named else []
     lines += [
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on a",
         "token with the heads that it uses. KV: keys and values that generation keeps. Alarms: about heads, in a run.",
-        "To dense, to static: means of the differences seed by seed with 90% intervals. Tokens x: tokens with which",
-        "dense ends at this loss, over own tokens; *: a seed lies beyond the dense runs. FLOPs x, seconds x: the same",
-        "in FLOPs and in seconds. One seed shows nothing; docs/study.md says how all of it is computed.",
+        "To dense, to static: means of the differences seed by seed with 90% intervals; before: at the evaluation",
+        "before the last. Seconds: of a step, median and range over rounds. Sc: tokens with which dense ends at this",
+        "loss, over own tokens; *: a seed lies beyond the dense runs. Sw: the same in seconds. Better, worse: the",
+        "interval at the first size excludes zero, and the mean at the second has its sign (docs/study.md).",
         "",
     ]
+    for size, variants in sizes.items():
+        lines += losses_section(size, variants)
     return "\n".join([*lines, *tuning_section(tuned, table.sizes[0])]) + "\n"
 
 
-def answers(variants, questions):
-    """Yield the differences that answer the questions of the table."""
-    rows = []
-    for name, against, question in questions:
-        if found := results.differences(variants.get(name, {}), variants.get(against, {})):
-            rows.append([name, against, question, str(len(found)), *significance(found)])
-    return [*results.write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
+def answers(sizes, table):
+    """Yield the differences that answer the questions of the table, by size, and the answers."""
+    rows, ruling = [], [size.name for size in table.sizes[:2]]
+    for name, against, question in table.questions:
+        found = {
+            size: results.differences(variants.get(name, {}), variants.get(against, {}))
+            for size, variants in sizes.items()
+        }
+        if any(found.values()):
+            answer = verdict([found.get(size) for size in ruling])
+            rows.append([name, against, question, *map(limits, found.values()), answer])
+    titles = ["", "against", "", *(f"difference at {size}" for size in sizes), "answer"]
+    return ["## Questions", "", *results.write_table(titles, rows), ""] if rows else []
 
 
-def size_section(size, heads, variants, found):
-    """The table of one size: a row for each variant."""
+def verdict(found):
+    """The answer to a question, whose differences at the sizes that decide are ``found``.
+
+    "better" or "worse": the 90% interval at the first size excludes zero, and the means at the others have its sign.
+    """
+    if not all(found):
+        return "open"
+    (center, width), *others = map(results.interval, found)
+    if width < abs(center) and all(other * center > 0 for other, _ in others):
+        return "better" if center < 0 else "worse"
+    return "open" if width == math.inf else "undecided"
+
+
+def limits(differences):
+    """The mean of the differences with the ends of its interval and the number of seeds; empty without any."""
+    if not differences:
+        return ""
+    center, width = results.interval(differences)
+    ends = f" [{center - width:+.4f}, {center + width:+.4f}]" if width < math.inf else ""
+    return f"{center:+.4f}{ends} ({len(differences)})"
+
+
+def losses_section(size, variants):
+    """The final loss of every run of a size, a column for each seed."""
+    seeds = sorted({seed for runs in variants.values() for seed in runs})
+    yield f"## Final losses at size {size}"
+    yield ""
+    rows = [
+        [name, *(f"{final_loss(runs[seed]):.4f}" if seed in runs else "" for seed in seeds)]
+        for name, runs in variants.items()
+    ]
+    yield from results.write_table(["", *(f"seed {seed}" for seed in seeds)], rows)
+    yield ""
+
+
+def size_section(size, heads, variants, found, times):
+    """The table of one size: a row for each variant. times: {machine: ``read_times``}."""
     first = next(iter(next(iter(variants.values())).values()))
     model, dense, sources = first["config"].model, variants.get(DENSE, {}), list(final_losses(first))
     statics = {name: of for name in variants if (of := static_of(variants, name))}
@@ -185,8 +186,15 @@ def size_section(size, heads, variants, found):
         """Return a column of ``measure(run)`` over the value of dense."""
         return lambda name, runs: f"{mean(map(measure, runs)) / measure([*dense.values()][0]):.3f}"
 
-    def in_flops(name, runs):
-        return shown(found[name], flops([*dense.values()][0]) / mean(map(flops, runs))) if name in found else ""
+    def multiplier(seconds):
+        """Return a column of the multiplier over the ``seconds`` of a step, {variant: those of each round}."""
+
+        def cell(name, runs):
+            if name not in found or name not in seconds:
+                return ""
+            return shown(found[name], 1 / median(seconds[name]), len(runs))
+
+        return cell
 
     columns = {
         "heads": lambda name, runs: results.heads(runs[0]),
@@ -205,11 +213,15 @@ def size_section(size, heads, variants, found):
     columns |= {
         "mean": lambda name, runs: f"**{spread(list(map(final_loss, runs)))}**",
         "to dense": lambda name, runs: difference(variants[name], dense) if name not in LENGTHS else "",
+        "to dense, before": lambda name, runs: before(variants[name], dense) if name not in LENGTHS else "",
     }
     if statics:
         columns["to static"] = lambda name, runs: difference(variants[name], statics.get(name, {}))
     if found:
-        columns |= {"tokens x": lambda name, runs: shown(found[name], 1) if name in found else "", "FLOPs x": in_flops}
+        columns["Sc"] = multiplier(dict.fromkeys(found, [1]))
+    for machine, seconds in times.items():
+        columns[f"seconds on {machine}"] = lambda name, runs, seconds=seconds: in_rounds(seconds.get(name))
+        columns[f"Sw on {machine}"] = multiplier(seconds)
     yield (
         f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {heads} heads of "
         f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
@@ -220,18 +232,9 @@ def size_section(size, heads, variants, found):
     yield from results.write_table(["", *columns], rows)
 
 
-def times_section(size, found, times):
-    """The seconds of a step of each variant, and its multiplier in seconds. times: {machine: ``read_times``}."""
-    for machine, ratios in times.items():
-        yield f"### Seconds at size {size} on {machine}, {DENSE} = 1"
-        yield ""
-        rows = []
-        for name, of_rounds in ratios.items():
-            center = median(of_rounds)
-            seconds = f"{center:.3f} ({min(of_rounds):.3f} to {max(of_rounds):.3f})"
-            rows.append([name, str(len(of_rounds)), seconds, shown(found[name], 1 / center) if name in found else ""])
-        yield from results.write_table(["", "rounds", "seconds", "seconds x"], rows)
-        yield ""
+def in_rounds(ratios):
+    """The seconds of a step over those of dense, by round: their median and range; empty without any."""
+    return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
 
 
 def static_of(variants, name):
@@ -247,11 +250,28 @@ def difference(runs, against):
     return ", ".join(significance(found)) + pairs if found else ""
 
 
-def shown(found, factor):
-    """A multiplier times ``factor``, with its interval."""
-    center, low, high, inside = found
-    limits = "" if low is None else f" [{low * factor:.2f}, {high * factor:.2f}]"
-    return f"{center * factor:.2f}{limits}" + ("" if inside else "*")
+def before(runs, against):
+    """The mean difference of the losses seed by seed at the evaluation before the last one; empty if there is none."""
+    pairs = [(runs[seed], against[seed]) for seed in sorted(runs.keys() & against.keys())]
+    steps = [finite_steps(run) for pair in pairs for run in pair]
+    if not steps or not (common := set.intersection(*steps)):
+        return ""
+    mine, theirs = ([mean(run["evaluations"][max(common)].values()) for run in of] for of in zip(*pairs, strict=True))
+    return f"{mean(mine) - mean(theirs):+.4f}"
+
+
+def finite_steps(run):
+    """The steps of a run's evaluations between the first and the final one, if their losses are finite."""
+    last = run["config"].run.train_iters
+    return {step for step, losses in run["evaluations"].items() if 0 < step < last and None not in losses.values()}
+
+
+def shown(found, factor, seeds):
+    """A multiplier times ``factor``, with its interval; it tells if it is known for fewer than all ``seeds``."""
+    center, low, high, inside, number = found
+    ends = "" if low is None else f" [{low * factor:.2f}, {high * factor:.2f}]"
+    pairs = f" ({number} of {seeds} seeds)" if number < seeds else ""
+    return f"{center * factor:.2f}{ends}" + ("" if inside else "*") + pairs
 
 
 def tuning_section(tuned, size):

@@ -15,6 +15,7 @@ from moh_lm.cost.memory import cache_bytes
 from moh_lm.monitor.alarms import BALANCE, COLLAPSE, DRIFT
 from moh_lm.monitor.events import complete_rows
 
+DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")  # the reference, and its numbers of tokens
 # 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond 15, that of 15, which is slightly wide.
 STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 
@@ -98,6 +99,11 @@ def final_loss(run):
     return mean(final_losses(run).values())
 
 
+def tokens_of(run):
+    """The tokens that a run has read."""
+    return run["config"].tokens_after(run["config"].run.train_iters)
+
+
 def differences(runs, against):
     """Return L(runs) - L(against) for the seeds that both have, [d, ...]. Both are {seed: run}."""
     return [final_loss(runs[seed]) - final_loss(against[seed]) for seed in sorted(runs.keys() & against.keys())]
@@ -115,8 +121,7 @@ def significance(differences):
     center, width = interval(differences)
     if width == math.inf:
         return f"{center:+.4f}", "one seed"
-    verdict = "not significant" if abs(center) <= width else "better" if center < 0 else "worse"
-    return f"{center:+.4f} ± {width:.4f}", verdict
+    return f"{center:+.4f} ± {width:.4f}", "significant" if abs(center) > width else "not significant"
 
 
 def interval(values):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import pictures, report, results
+from studies import multipliers, report, results
 from studies.atlas_forms import TABLE
 from tests.studies.written_runs import write_run
 
@@ -24,12 +24,13 @@ def written(out):
     report.write(out, TABLE)
     lines = (out / "REPORT.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
-    return lines, {row[1]: row for row in cells}
+    return lines, {row[1]: row for row in reversed(cells)}  # the first table wins
 
 
-@pytest.mark.parametrize("name", ["REPORT.md", "curves.png"])
+@pytest.mark.parametrize("name", ["REPORT.md", "losses.png"])
 def test_a_report_replaces_its_own_files_and_no_others(tmp_path, name):
     write_losses(tmp_path, "dense", [3.0])
+    write_losses(tmp_path, "gated-50", [2.9])
     written(tmp_path)
     written(tmp_path)
     (tmp_path / name).write_text("mine")
@@ -67,12 +68,12 @@ def test_odd_folders_and_rows_end_no_table(tmp_path, capsys):
 def test_dense_tokens_are_interpolated_in_the_logarithm():
     points = {tokens: 5 - 0.3 * math.log(tokens) for tokens in (50, 100, 200)}
     for tokens, inside in ((50, True), (80, True), (170, True), (200, True), (30, False), (400, False)):
-        found, lies_inside = report.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
+        found, lies_inside = multipliers.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
         assert found == pytest.approx(tokens) and lies_inside == inside
     bent = {50: 4.0, 100: 3.0, 200: 2.8}
-    assert report.tokens_of_dense(bent, 2.9)[0] == pytest.approx(100 * math.sqrt(2))
-    assert report.tokens_of_dense({50: 4.0}, 3.5) is None
-    assert report.tokens_of_dense({50: 4.0, 100: 4.1}, 3.5) is None
+    assert multipliers.tokens_of_dense(bent, 2.9)[0] == pytest.approx(100 * math.sqrt(2))
+    assert multipliers.tokens_of_dense({50: 4.0}, 3.5) is None
+    assert multipliers.tokens_of_dense({50: 4.0, 100: 4.1}, 3.5) is None
 
 
 def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
@@ -99,9 +100,9 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     # The dense model gains 0.1 by doubling its tokens: a lead of d is worth a factor of 2 ** (d / 0.1).
     leads = [math.log(2) * (theirs - mine) / 0.1 for theirs, mine in zip(dense, form, strict=True)]
     wide = stats.t.interval(0.9, 2, sum(leads) / 3, stats.sem(leads))
-    factor, low, high, inside = report.multipliers(table)["released-50"]
+    factor, low, high, inside, seeds = multipliers.multipliers(table)["released-50"]
     expected = [math.exp(value) for value in (wide[0], sum(leads) / 3, wide[1])]
-    assert [low, factor, high] == pytest.approx(expected, rel=1e-3) and inside
+    assert [low, factor, high] == pytest.approx(expected, rel=1e-3) and (inside, seeds) == (True, 3)
     assert report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
     points = [stats.t.ppf(0.95, degrees) for degrees in range(1, 16)]
     assert list(results.STUDENT) == pytest.approx(points, abs=5e-4)
@@ -131,12 +132,12 @@ def test_the_report_says_what_is_told_apart(tmp_path):
     write_run(tmp_path, "s/relu-50/rate-1-seed", 1, last, [90], [3.0, 6.0], routing="relu", **half)
     _, rows = written(tmp_path)
     told = {name: [cell.rpartition(", ")[2] for cell in row[12:14]] for name, row in rows.items()}
-    assert told["static-50"] == ["worse", ""] and told["paper-50"] == ["better", "better"] and told["dense"] == ["", ""]
+    assert told["static-50"][0] == told["paper-50"][0] == "significant" and told["dense"][0] == ""
     assert rows["static-50"][2] == "4 of 8" and rows["dense"][9] == "3"
     assert rows["relu-50"][2] == "2 + about 2 of 6, 4.5 in all"
     # One source, so the mean is its own: 3.2 + 1/9, 2/9, 3/9.
     assert rows["static-50"][11] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
-    assert (tmp_path / "curves.png").exists()
+    assert (tmp_path / "losses.png").exists()
 
 
 def test_runs_that_diverged_and_seeds_without_a_pair_are_named(tmp_path):
@@ -149,7 +150,7 @@ def test_runs_that_diverged_and_seeds_without_a_pair_are_named(tmp_path):
     assert [line for line in lines if line.startswith("- ")] == [
         "- size s, paper-50, seed 4: diverged", "- size s, paper-50, seed 5: diverged"
     ]  # fmt: skip
-    assert rows["paper-50"][9] == "3" and rows["paper-50"][12].endswith("better (2 of 3 seeds)")
+    assert rows["paper-50"][9] == "3" and rows["paper-50"][12].endswith(" significant (2 of 3 seeds)")
 
 
 def test_without_tuning_forms_are_compared_at_a_shared_rate(tmp_path):
@@ -175,13 +176,39 @@ def test_runs_of_other_tokens_or_sources_are_left_out_by_name(tmp_path):
 
 
 def test_a_loss_on_the_way_that_is_not_finite_leaves_a_gap(tmp_path):
-    write_losses(tmp_path, "dense", (3.0,), head_selection="all")
-    last = {0: START, 5: {"a": None}, 10: {"a": 3.1}, 15: {"a": 9.0}}  # the run went on to be longer
+    on_the_way = {0: START, 3: {"a": 3.5}, 5: {"a": 3.3}}
+    write_run(tmp_path, "s/dense/rate-1-seed", 1, on_the_way | {10: {"a": 3.0}}, [90], head_selection="all")
+    last = {0: START, 3: {"a": 3.9}, 5: {"a": None}, 10: {"a": 3.1}, 15: {"a": 9.0}}  # the run went on to be longer
     write_run(tmp_path, "s/paper-50/rate-1-seed", 1, last, [90])
     write_run(tmp_path, "s/paper-50/rate-1-seed-1.bak", 1, last, [90])  # a copy, which is no run
-    assert written(tmp_path)[1]["paper-50"][12] == "+0.1000, one seed"
-    (runs,) = (found["paper-50"] for found in report.read_runs(tmp_path / "runs", TABLE)[0].values())
-    assert pictures.curve([*runs[1].values()]) == {0: 4.0, 10: 3.1, 15: 9.0}
+    assert written(tmp_path)[1]["paper-50"][12:14] == ["+0.1000, one seed", "+0.4000"]
+
+
+def test_an_answer_needs_the_interval_of_one_size_and_the_sign_of_the_next(tmp_path):
+    bases = (3.0, 3.2, 3.1)
+    write_losses(tmp_path, "gated-50", bases)
+    write_losses(tmp_path, "gated", [base + lead for base, lead in zip(bases, (0.1, 0.11, 0.12), strict=True)])
+    for lead, answer in ((None, "open"), (-0.01, "undecided"), (0.01, "better")):
+        if lead:
+            shutil.rmtree(tmp_path / "runs/m", ignore_errors=True)
+            for name, loss in (("gated", 3.0), ("gated-50", 3.0 - lead)):
+                write_run(tmp_path, f"m/{name}/rate-1-seed", 1, {0: START, 10: {"a": loss}}, [90])
+        lines, _ = written(tmp_path)
+        (row,) = [line for line in lines if "half of the heads, all gated, or all of them" in line]
+        assert row.endswith(f"| {answer} |"), row
+
+
+def test_a_multiplier_says_for_how_many_seeds_it_is_known(tmp_path):
+    for name, steps, losses in (
+        ("dense", 10, (3.1, 3.2)),
+        ("dense-half", 5, (3.5, 3.1)),
+        ("dense-double", 20, (3.0, 3.0)),
+    ):
+        for seed, loss in enumerate(losses, 1):  # with seed 2, half of the tokens gave a lower loss
+            last = {0: START, steps: {"a": loss}}
+            write_run(tmp_path, f"s/{name}/rate-1-seed", seed, last, [90], iterations=steps, head_selection="all")
+    write_losses(tmp_path, "gated-50", (3.1, 3.1))
+    assert written(tmp_path)[1]["gated-50"][14] == "1.00 (1 of 2 seeds)"
 
 
 def test_a_size_has_the_heads_of_its_table(tmp_path):
