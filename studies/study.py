@@ -23,7 +23,7 @@ def main(texts):
 
 
 def parse_arguments(texts):
-    return parse_sized("study", __doc__.splitlines()[0], TABLE, texts, [0.5, 0.7, 1], [1, 2, 3, 4, 5], ["s2"])
+    return parse_sized("study", __doc__.splitlines()[0], TABLE, texts, [0.7, 1, 1.4], [1, 2, 3, 4, 5], ["s2"])
 
 
 if __name__ == "__main__":
