@@ -6,8 +6,8 @@
     weights     dW, the sum of these parts in a fixed order
 
 They compute what moh_lm/model/router.py, gates.py and balance.py explain. Nothing waits for the device, no shape
-depends on the routing, and nothing is added atomically, so that every run gives the same bits. Products of bf16 are
-exact and summed in fp32; backward, the fp32 gradient of a score goes as two bf16 numbers, as in wide_linear.py.
+depends on the routing, and nothing is added atomically, so that every run gives the same bits. Products of bf16 or fp16
+are exact and summed in fp32; backward, the fp32 gradient of a score goes as two such numbers, as in wide_linear.py.
 
 Shapes: s sequence, b batch, d channels that the router reads, h heads, R rows of the weights.
 """
@@ -148,7 +148,7 @@ def differentiate(
     with torch.cuda.device_of(x):
         backward_kernel[(len(sums), triton.cdiv(d, chosen["BD"]))](
             x, *pointers(w_shared, w_routed, w_type), selection, scores, slope, dgates, dloss, dx, sums, x.stride(0),
-            x.stride(1), dgates.stride(0), dgates.stride(1), *x.shape, tiles, SPLIT=x.dtype == torch.bfloat16, **of,
+            x.stride(1), dgates.stride(0), dgates.stride(1), *x.shape, tiles, SPLIT=x.dtype.itemsize == 2, **of,
             **chosen,
         )  # fmt: skip
         weights_kernel[(triton.cdiv(rows * d, 1024),)](sums, dweights, len(sums), rows * d, BLOCK=1024)
