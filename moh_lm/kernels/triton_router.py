@@ -23,7 +23,8 @@ from moh_lm.kernels.triton_router_kernels import backward_kernel, finish_kernel,
 FORWARD = dict(BT=64, BK=64, num_warps=4, num_stages=4)  # tokens of a block, channels of a step
 BACKWARD = dict(BT=64, BD=64, num_warps=4, num_stages=2)  # tokens of a block, channels of a program
 MANY_SCORES = BACKWARD | dict(BT=32, num_warps=8)  # for 64 or more scores per token: registers would not suffice
-WIDE_SCORES = 256  # bytes of a token's scores, in the dtype of x, from which shared memory would not suffice either
+# Scores per token, by bytes of a number of x, from which shared memory, or registers in fp32, would not suffice either.
+WIDE_SCORES = {2: 128, 4: 32, 8: 32}
 FORWARD_WIDE = dict(BT=32, BK=64, num_warps=8, num_stages=2)
 BACKWARD_WIDE = dict(BT=32, BD=32, num_warps=8, num_stages=1)
 PARTS = 64  # largest number of parts of dW
@@ -42,11 +43,11 @@ def constants(form, numbers, dtype):
 
 
 def forward_tiles(of, dtype):
-    return FORWARD_WIDE if of["RP"] * dtype.itemsize >= WIDE_SCORES else FORWARD
+    return FORWARD_WIDE if of["RP"] >= WIDE_SCORES[dtype.itemsize] else FORWARD
 
 
 def backward_tiles(of, dtype):
-    if of["RP"] * dtype.itemsize >= WIDE_SCORES:
+    if of["RP"] >= WIDE_SCORES[dtype.itemsize]:
         return BACKWARD_WIDE
     return MANY_SCORES if of["RP"] >= 64 else BACKWARD
 

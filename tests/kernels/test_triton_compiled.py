@@ -137,6 +137,7 @@ ROUTERS = [  # GPU for which it is compiled, dtype, form, (groups, shared, route
     (80, "bfloat16", "paper_scaled", (8, 2, 2, 1, 1), 1),
     (100, "float16", "released", (1, 16, 16, 1, 1), 8),
     (86, "bfloat16", "sigmoid", (1, 64, 64, 1, 0), 32),
+    (80, "float32", "sigmoid", (1, 8, 24, 1, 0), 8),
 ]
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes of a block
