@@ -115,6 +115,9 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
             searched = glob.escape(root) + pattern[len(root) :]
             matches = [pattern] if os.path.lexists(pattern) else glob.glob(searched, recursive=True)
             found = [os.path.abspath(path) for path in matches if not os.path.isdir(path)]  # a broken link is reported
+            if found and "**" not in pattern and len(found) < len(matches):
+                deeper = os.path.join(os.path.dirname(pattern), "**", os.path.basename(pattern))
+                print(f"{option}{pattern}: left out {len(matches) - len(found)} directories; '{deeper}' includes them")
         if not found:
             check = "check the path, the connection and the credentials" if is_remote(pattern) else "check the path"
             remedy = f"for the files of a directory write '{pattern}/*'" if matches else check

@@ -94,8 +94,11 @@ def main(script, *flags):
             name = signal.Signals(-launcher[-1].returncode).name
             print(f"{script}: {name} ended the launcher; its ranks may still run; check for them", file=sys.stderr)
             return 128 - launcher[-1].returncode
+    except IndexError:  # the launcher reads the address of the first node from `hostname -I`
+        print(f"{script}: the first node has no address: `hostname -I` prints none there", file=sys.stderr)
+        return 2
     except (RuntimeError, ValueError, OverflowError) as error:  # an invalid line, or a node that does not answer
-        print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)
+        print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}{advice(error)}", file=sys.stderr)
         return 2
     except SystemExit as end:
         if 256 - (end.code or 0) in set(signal.Signals) - {signal.SIGPIPE}:  # -9 leaves as 247
@@ -108,6 +111,11 @@ def main(script, *flags):
                 return 130
             print(f"{script}: {name} ended a rank (SIGKILL: perhaps memory ran out)", file=sys.stderr)
         return end.code
+
+
+def advice(error):
+    """What to do about a message of the launcher that names no remedy."""
+    return " Install pdsh on this machine, or start with torchrun." if "not installed" in str(error) else ""
 
 
 def free_port():

@@ -2,9 +2,9 @@
 
     python tools/import_hf.py --model HF_DIR --output RUN
     python tools/import_hf.py --model MODEL.gguf --output RUN
+    python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --calibrate
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
-    python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --calibrate
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
 

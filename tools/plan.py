@@ -50,7 +50,7 @@ def parse_arguments(texts):
     """Settings of the machine; ``config`` comes from the flags of moh_lm.pretrain. Raises ConfigError."""
     parser = Parser(prog="python tools/plan.py", description=__doc__.splitlines()[0], usage="%(prog)s [flags]")
     machine = parser.add_argument_group("machine: what the layouts are planned for").add_argument
-    machine("--gpus", type=at_least(1), metavar="N", required=True, help="number of GPUs")
+    machine("--gpus", type=at_least(1), metavar="N", required=True, help="number of GPUs (required)")
     machine("--gpus-per-node", type=at_least(1), metavar="N", default=8, help="GPUs in one machine (default: 8)")
     machine("--gpu-memory", type=above_0, metavar="GIB", default=80, help="memory of each GPU (default: 80)")
     machine("--gpu-tflops", type=above_0, metavar="X", default=989, help="dense bf16 peak of a GPU (default: 989, an "

@@ -35,7 +35,7 @@ def layout_problems(config, world_size):
             f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of "
             f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
             f"choose --batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length} or another "
-            "--micro-batch-size"
+            "--micro-batch-size; a run that has begun keeps its batch, so choose another layout (tools/plan.py)"
         ]
     first = run.stages[0][2]
     if first % chunk:

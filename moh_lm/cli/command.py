@@ -34,13 +34,13 @@ class Failure(Exception):
 def run_file(file, about, add_flags, work, texts, *, check=None, **settings):
     """``run_command`` for the command ``python FOLDER/NAME.py`` in a ``file``, which is called NAME.
 
-    about: its docstring, whose first line describes it. add_flags: a function that adds its flags to a ``Parser``.
+    about: its docstring, whose first paragraph describes it. add_flags: a function that adds its flags to a ``Parser``.
     check: a function of the arguments that raises ConfigError if they contradict each other.
     """
     path = Path(file)
 
     def parse(texts):
-        parser = Parser(prog=f"python {path.parent.name}/{path.name}", description=about.splitlines()[0])
+        parser = Parser(prog=f"python {path.parent.name}/{path.name}", description=about.partition("\n\n")[0])
         add_flags(parser)
         arguments = parser.parse_args(texts)
         if check:

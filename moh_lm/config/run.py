@@ -123,7 +123,7 @@ class RunBase:
     gpu_hour_price: float | None = option(
         None, "price of one device-hour, for the cost estimates of --dry-run and tools/plan.py"
     )
-    wandb: str = option("", "Weights & Biases project that receives the log as well")
+    wandb: str = option("", "Weights & Biases project that receives the log as well", metavar="PROJECT")
     head_curves: bool = option(
         False, "draw the load of every single routed head in TensorBoard and Weights & Biases, besides the maps"
     )

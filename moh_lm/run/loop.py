@@ -43,8 +43,9 @@ def run_steps(task, config, dataset, device, stop, watchdog):
     check_nodes(config, dataset)
     run = Run(task, config, dataset, device, stop, watchdog)
     if run.complete():
-        iterations = config.run.train_iters
-        log_rank0(f"the run is complete: {run.state.step} of {iterations} steps are in {config.run.checkpoint_dir}")
+        iterations, where = config.run.train_iters, config.run.checkpoint_dir
+        more = ", more than --train-iters" if run.state.step > iterations else ""
+        log_rank0(f"the run is complete: {run.state.step} of {iterations} steps are in {where}{more}")
         return True
     run.prepare()
     while not run.complete() and not run.stopping:

@@ -19,7 +19,7 @@ from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, save_config
 from moh_lm.monitor.console import styled
 from moh_lm.run.loop import run_steps
-from moh_lm.run.resume import contradictions, with_model_of_run
+from moh_lm.run.resume import contradictions, refuse_resume, with_model_of_run
 from moh_lm.supervise.errors import report_errors, report_to_torchrun
 from moh_lm.supervise.processes import exit_process, refuse_foreign_launcher, start_process_group
 from moh_lm.supervise.rendezvous import RendezvousError, refuse
@@ -54,6 +54,8 @@ def run_task(given, task):
             make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
         if not dry_run:
             refuse_foreign_launcher()
+        elif dataset is not None and config.run.checkpoint_dir:
+            refuse_resume(task, config, dataset)
         if rank == 0:
             describe(task, given, config, dataset, world_size)
         if given.save_config and rank == 0:

@@ -225,6 +225,17 @@ def contradictions(config, dry_run=False):
     return [f"cannot resume from {step}: {text}; {remedy}" for text in found]
 
 
+def refuse_resume(task, config, dataset):
+    """Raise ConfigError if ``resume`` would refuse this configuration or these data; for a dry run, on one rank."""
+    step, model = newest_model(config.run.checkpoint_dir, type(config))
+    if step is not None:
+        saved, was = read_state(step), type(config).load(step / "config.json")
+        refuse_state(step, saved, model)
+        now = config.to_dict()
+        before = was.to_dict() | {name: now[name] for name in config.moving}
+        refuse_changes(task, step, saved, before, config, dataset)
+
+
 def with_model_of_run(config):
     """Return ``config`` with the model of the run. Conflicts between a refused flag and the run's other settings, such
     as a window for each of its layers, are then not reported as mistakes of the user."""

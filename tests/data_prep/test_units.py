@@ -54,6 +54,14 @@ def test_a_path_that_is_there_is_no_pattern_whatever_its_name(tmp_path):
         assert [name for _, name in matching_files("", [f"{tmp_path}/{pattern}"])] == found
 
 
+def test_directories_that_a_pattern_leaves_out_are_named(tmp_path, capsys):
+    write(tmp_path, {"x/a.txt": "a", "x/y/b.txt": "b", "x/z/c.txt": "c"})
+    assert len(matching_files("--source m=", [f"{tmp_path}/x/*"])) == 1
+    deeper = f"{tmp_path}/x/**/*"
+    assert f"m={tmp_path}/x/*: left out 2 directories; '{deeper}' includes them" in capsys.readouterr().out
+    assert len(matching_files("", [deeper])) == 3 and not capsys.readouterr().out
+
+
 def test_what_is_no_file_is_told_of_and_not_opened(tmp_path):
     write(tmp_path, {"a.jsonl": '{"text": "a", "meta": {"pile_set_name": "Github"}}'})
     os.mkfifo(tmp_path / "b.txt")

@@ -170,6 +170,14 @@ def test_a_launcher_that_a_signal_ended_is_no_success(programs):
     assert done[0] == 128 + signal.SIGKILL and "a.sh: SIGKILL ended the launcher" in done[1]
 
 
+def test_what_the_launcher_lacks_is_named_with_a_remedy(programs):
+    ends = "iter((RuntimeError(\"launcher 'pdsh' not installed.\"), IndexError('list index out of range')))"
+    fails = f"ends = {ends}\ndef main(_): raise next(ends)\nranks.runner.main = main"
+    code = f"import sys; from launch import ranks\n{fails}\nsys.exit(ranks.main('a.sh') + ranks.main('a.sh'))"
+    code, output, _ = execute([programs / "python", "-c", code], ROOT)
+    assert (code, output.count("\n")) == (4, 2) and "Install pdsh" in output and "`hostname -I` prints none" in output
+
+
 def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
     code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
     assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output

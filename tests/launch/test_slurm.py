@@ -68,8 +68,10 @@ def test_a_job_queues_again_after_a_failure_only_if_steps_were_made(submit, code
 
 
 def test_failures_in_a_row_queue_a_job_again_five_times(submit):
-    assert [submit(69) for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [submit(69, step) for step in range(7)] == [True] * 5 + [False] * 2
     assert submit(75) and submit(69)  # a stop that was asked for ends the row
+    assert not submit(69) and submit(75)  # the same error twice before the first step
+    assert submit(69)
     failures = enumerate((1, 74, 137, 74, 1, 74, 1), start=1)
     assert [submit(code, step) for step, code in failures] == [True] * 4 + [False] * 3
 

@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moh_lm import pretrain
 from moh_lm.checkpoint import directory as steps
 from moh_lm.checkpoint import manifest
 from moh_lm.checkpoint.fragments import Fragment
@@ -215,6 +217,9 @@ def test_a_run_goes_on_with_the_tokenizer_of_its_step_alone(tmp_path, number, of
         (["--batch-tokens", "256"], "--batch-tokens 256"),
     ],
 )
-def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, one_rank_run, change, named):
+def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, one_rank_run, change, named, capsys):
     with pytest.raises(AssertionError, match=named):
         run_ranks(run, 1, arguments(data_dir, one_rank_run, *change))
+    with pytest.raises(SystemExit, match="2"):  # a dry run refuses what the start would
+        pretrain.main([*arguments(data_dir, one_rank_run, *change), "--dry-run"])
+    assert re.search(named, capsys.readouterr().err)
