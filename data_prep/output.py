@@ -1,16 +1,15 @@
-"""The data directory while it is written: the lock, and which shards are finished, replaced or left over.
+"""The data directory while it is written: which shards are finished, replaced or left over.
 
 All of this is read from the directory itself, so that a run may be stopped anywhere and the next one continues.
 ``SOURCE/groups.jsonl`` records which small files form a unit together (data_prep/units.py), a list of names per line.
 """
 
-import fcntl
 import json
 import os
 import re
 import tempfile
 from collections.abc import Iterable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -71,22 +70,6 @@ def check_source_names(output: Path, names: Iterable[str]):
     for name, other in alike:
         problem = f"differs from source {other} only in capitals, and some disks would keep both in one directory"
         raise ConfigError([f"--output {output}: source {name} {problem}; choose another name for it"])
-
-
-@contextmanager
-def only_run(output: Path):
-    """Lock the data directory for this run. The lock ends with the process, however it ends. Raises ConfigError."""
-    directory = os.open(output, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError([f"--output {output}: another run is writing to it; wait until it ends"]) from error
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(directory)
 
 
 def replaced_shards(

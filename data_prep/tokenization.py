@@ -18,6 +18,7 @@ from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
 from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
+from moh_lm.supervise.run_directory import lock_run_directory
 
 
 def run(flags) -> int:
@@ -28,7 +29,7 @@ def run(flags) -> int:
     output = data_directory.writable_directory(flags.output)
     try:
         with ExitStack() as stack:
-            stack.enter_context(data_directory.only_run(output))
+            stack.enter_context(lock_run_directory(output, "--output"))
             data_directory.check_source_names(output, sources)
             sweep(output, sources)
             if from_stdin:

@@ -183,7 +183,9 @@ def decoded(output, source, model):
 
 
 def files(directory):
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    """{name: content} of a data directory, apart from its lock."""
+    found = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
 def give_tokenizer(directory, tokenizer, **facts):

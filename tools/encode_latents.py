@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
@@ -49,9 +50,10 @@ def add_flags(parser):
 
 
 def run(arguments):
-    from data_prep.output import only_run
     from moh_lm.cli.devices import usable_device
+    from moh_lm.supervise.run_directory import lock_run_directory
     from moh_lm.vision.images import Images
+    from moh_lm.vision.latents import FACTS
 
     images, output = opened("--images", Images, arguments.images), arguments.output
     for note in images.notes:
@@ -69,7 +71,8 @@ def run(arguments):
         "vae": directory_hash(arguments.vae),
     }
     output.mkdir(parents=True, exist_ok=True)
-    with only_run(output):
+    complete = (output / FACTS).exists()  # written last; the directory may be read-only by now
+    with nullcontext() if complete else lock_run_directory(output, "--output"):
         encode_all(images, vae, output, facts, arguments)
 
 

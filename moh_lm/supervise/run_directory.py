@@ -1,4 +1,4 @@
-"""Ensures that the run directory can be written, and that only one run writes to it."""
+"""Ensures that a run directory can be written, and that only one run writes to it or to a data directory."""
 
 import contextlib
 import errno
@@ -12,7 +12,6 @@ from pathlib import Path
 from moh_lm.checkpoint.directory import list_steps, step_around
 from moh_lm.config import ConfigError
 from moh_lm.parsing import read_json
-from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
 LOCK_SECONDS = 10  # seconds to wait for a run directory that is in use
@@ -56,7 +55,9 @@ def foreign_file(path):
 
 
 def lock_run_directory(path, called="--checkpoint-dir"):
-    """Lock the run directory until this process ends, however it ends. The lock's file says who holds it.
+    """Lock the directory until this process ends, however it ends. The lock's file says who holds it.
+
+    It is a file opened for writing, because NFS and Lustre lock a directory on one machine only.
 
     called: the argument that named the directory. Raises ConfigError if another run holds it, with what is known about
     that run, or if no lock is possible.
@@ -112,9 +113,11 @@ def describe_holder(name):
     if host != socket.gethostname():
         look = f"`ssh {host} ps -p {process}` tells whether it is alive"
         return f"{who}; {look}: end it, or, if {host} is gone for good, remove {name}"
+    from moh_lm.supervise.local_ranks import process_state  # imports torch, which a command with a lock may not need
+
     state = process_state(process)
     if state in "Tt":
         return f"{who}, which is stopped; `kill -CONT {process}` lets it continue, `kill -KILL {process}` ends it"
     if state in "ZX":
         return f"{who}, which is not visible here; find it in other containers (`fuser {name}` may name it) and end it"
-    return f"{who}, which is alive; end it"
+    return f"{who}, which is alive; wait until it ends, or end it"

@@ -1,6 +1,5 @@
 """The command as users run it: from files to a data directory, its counts and its refusals."""
 
-import fcntl
 import gzip
 import hashlib
 import json
@@ -26,6 +25,7 @@ from data_prep.units import plan_units
 from data_prep.writing import tokenize_unit
 from moh_lm.data.files import beside
 from moh_lm.data.shards import read_manifest
+from moh_lm.supervise import run_directory
 from tests.tokenizing import (
     ROOT,
     TEXTS,
@@ -104,7 +104,7 @@ def test_sources_that_differ_in_capitals_only_are_refused(model, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     out, (one, other) = tmp_path / "out", (f"{name}={tmp_path}/a.txt" for name in ("Wiki", "wiki"))
     said = "only in capitals, and some disks would keep both in one directory; choose another name"
-    assert said in tokenize(model, out, one, other, code=2)[1] and not list(out.iterdir())
+    assert said in tokenize(model, out, one, other, code=2)[1] and not files(out)
     tokenize(model, out, one)
     before = files(out)
     assert said in tokenize(model, out, other, code=2)[1] and files(out) == before
@@ -119,13 +119,12 @@ def test_names_of_files_need_not_be_utf_8(model, tmp_path):
     assert decoded(tmp_path / name / "out", "a", model) == ["text"]
 
 
-def test_two_runs_do_not_write_one_directory_at_the_same_time(model, tmp_path):
+def test_two_runs_do_not_write_one_directory_at_the_same_time(model, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
-    directory = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(directory, fcntl.LOCK_EX)
-    _, stderr = tokenize(model, tmp_path, f"a={tmp_path}/a.txt", code=2)
-    assert "another run is writing" in stderr
-    os.close(directory)
+    monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
+    with run_directory.lock_run_directory(tmp_path):  # a file, since NFS locks a directory on one machine only
+        _, stderr = tokenize(model, tmp_path, f"a={tmp_path}/a.txt", code=2)
+    assert f"--output {tmp_path}: another run is writing to it (process {os.getpid()} on" in stderr
 
 
 def test_a_tokenizer_without_an_end_of_sequence_piece_is_refused(tmp_path):

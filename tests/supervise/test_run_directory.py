@@ -71,7 +71,7 @@ def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
     with lock_run_directory(tmp_path) as lock:
         said = refused(tmp_path)
         assert f"another run is writing to it (process {own} on {host}, since 20" in said
-        assert said.endswith("which is alive; end it; or give another directory")
+        assert said.endswith("which is alive; wait until it ends, or end it; or give another directory")
         name = os.fsencode(tmp_path / "sleep") + b"\xff"  # not UTF-8
         os.symlink(os.fsencode(shutil.which("sleep")), name)
         sleeper = subprocess.Popen([name, "60"])

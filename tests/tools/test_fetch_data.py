@@ -6,7 +6,9 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from data_prep import storage
 from moh_lm.data.files import seal
+from moh_lm.supervise import run_directory
 from tests.data.directories import make_directory, open_dataset, open_sound
+from tests.tokenizing import files
 from tools.shards import fetch
 
 REMEDY = "check the connection and the credentials; run the same command again to resume"
@@ -46,23 +48,26 @@ def remote(tmp_path, monkeypatch):
     fsspec.register_implementation("broken", Broken, clobber=True)
     monkeypatch.setattr(storage, "PAUSE", 0.001)
     directory = make_directory(tmp_path / "origin", SHARDS)
-    files = fsspec.filesystem("memory")
-    for path in directory.rglob("*.*"):
-        files.pipe(f"/data/{path.relative_to(directory)}", path.read_bytes())
-    yield files
-    files.rm("/data", recursive=True)
-
-
-def contents(directory):
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    memory = fsspec.filesystem("memory")
+    for name, content in files(directory).items():
+        memory.pipe(f"/data/{name}", content)
+    yield memory
+    memory.rm("/data", recursive=True)
 
 
 def test_a_copy_has_the_same_bytes_and_the_same_samples(remote, tool, tmp_path):
     code, said, _ = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
     assert code == 0 and "complete and verified: 3 shards copied, 0 were there already" in said
-    assert contents(tmp_path / "copy") == contents(tmp_path / "origin")
+    assert files(tmp_path / "copy") == files(tmp_path / "origin")
     both = [open_dataset(tmp_path / name) for name in ("origin", "copy")]
     assert both[0].fingerprint() == both[1].fingerprint()
+
+
+def test_a_directory_that_another_run_writes_to_is_refused(remote, tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
+    with run_directory.lock_run_directory(tmp_path):
+        code, _, said = tool("fetch_data", "memory://data", "--output", tmp_path)
+    assert code == 2 and f"--output {tmp_path}: another run is writing to it" in said
 
 
 def test_a_tokenizer_of_something_else_is_not_written_over(remote, tool, tmp_path):
@@ -71,10 +76,10 @@ def test_a_tokenizer_of_something_else_is_not_written_over(remote, tool, tmp_pat
     remote.pipe("/data/tokenizer_config.json", b"{}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_text("of a model")
-    before = contents(tmp_path / "model")
+    before = files(tmp_path / "model")
     code, _, said = tool("fetch_data", "memory://data", "--output", tmp_path / "model")
     assert code == 2 and "has tokenizer.json of another tokenizer" in said
-    assert before.items() <= contents(tmp_path / "model").items()
+    assert before.items() <= files(tmp_path / "model").items()
 
 
 def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeypatch):
@@ -86,10 +91,10 @@ def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeyp
         assert code in (0, 1), said
         assert code == 0 or said.endswith(f"(connection lost); {REMEDY}\n")
         assert (tmp_path / "copy" / "manifest.json").exists() == (code == 0)
-        copied.append(sum(map(len, contents(tmp_path / "copy").values())))
-    total = sum(map(len, contents(tmp_path / "origin").values()))
+        copied.append(sum(map(len, files(tmp_path / "copy").values())))
+    total = sum(map(len, files(tmp_path / "origin").values()))
     assert 3 < calls < total / 7000 + 3 and copied == sorted(copied)  # no byte of a shard is copied twice
-    assert contents(tmp_path / "copy") == contents(tmp_path / "origin")
+    assert files(tmp_path / "copy") == files(tmp_path / "origin")
 
 
 def test_damage_at_the_origin_is_named_and_never_published(remote, tool, tmp_path):
@@ -98,7 +103,7 @@ def test_damage_at_the_origin_is_named_and_never_published(remote, tool, tmp_pat
     remote.pipe("/data/web/unit-0.bin", bytes(content))
     code, _, said = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
     assert code == 1 and "memory://data/web/unit-0.bin: differs from its sidecar" in said
-    left = contents(tmp_path / "copy")
+    left = files(tmp_path / "copy")
     assert not {"manifest.json", "web/unit-0.json", "web/unit-0.bin"} & left.keys()
 
 
@@ -106,7 +111,7 @@ def test_a_part_of_another_file_is_copied_anew(remote, tool, tmp_path):
     (tmp_path / "copy" / "web").mkdir(parents=True)
     (tmp_path / "copy" / "web" / "unit-0.bin.part").write_bytes(b"something else")
     assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
-    assert contents(tmp_path / "copy") == contents(tmp_path / "origin")
+    assert files(tmp_path / "copy") == files(tmp_path / "origin")
 
 
 def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path):
@@ -114,7 +119,7 @@ def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path
     grown = make_directory(tmp_path / "grown", {"books": SHARDS["books"], "web": [[501] * 20], "wiki": [[100] * 9]})
     code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
     assert code == 0 and "2 shards copied, 2 were there already" in said
-    assert contents(tmp_path / "copy") == contents(grown)
+    assert files(tmp_path / "copy") == files(grown)
     (tmp_path / "copy" / "wiki" / "unit-0.json").unlink()
     code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
     assert code == 0 and "1 shards copied, 3 were there already" in said
@@ -123,11 +128,11 @@ def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path
 
 def test_shards_of_another_tokenizer_are_refused(remote, tool, tmp_path):
     assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
-    before = contents(tmp_path / "copy")
+    before = files(tmp_path / "copy")
     other = make_directory(tmp_path / "other", SHARDS, sha256="b" * 64)
     code, _, said = tool("fetch_data", other, "--output", tmp_path / "copy")
     assert code == 2 and "has shards of another tokenizer; give another directory" in said
-    after = {name: content for name, content in contents(tmp_path / "copy").items() if not name.startswith(".fetch")}
+    after = {name: content for name, content in files(tmp_path / "copy").items() if not name.startswith(".fetch")}
     assert after == before
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
+from moh_lm.supervise import run_directory
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.latents import LatentPlace, center_crop, content_hash, pixels, quarters
 from moh_lm.vision.loader import open_images
@@ -98,6 +99,10 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
     flags = dict(output="stopped", batch_size=2)
     assert encode_latents.main(call(place, **flags)) == 130
     assert capsys.readouterr().err.endswith("encode_latents: stopped; run the same command again to resume\n")
+    monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
+    with run_directory.lock_run_directory(place / "stopped"):
+        assert encode_latents.main(call(place, **flags)) == 2
+    assert "another run is writing to it" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="has not finished; run the same command again"):
         open_images(training(place / "stopped"))
     assert encode_latents.main(call(place, **flags, image_size=8)) == 2
@@ -108,8 +113,10 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
     for name in ("latents.npy", "labels.npy", "checksums.npy", "latents.json"):
         assert (place / "stopped" / name).read_bytes() == (place / "fp32" / name).read_bytes()
     assert not (place / "stopped" / "latents.partial").exists()
+    (place / "stopped" / ".lock").unlink()
     assert encode_latents.main(call(place, **flags)) == 0
     assert capsys.readouterr().out.endswith("is complete: 6 images\n")
+    assert not (place / "stopped" / ".lock").exists()  # complete latents may be read-only
     np.save(place / "stopped" / "latents.npy", np.load(place / "fp32" / "latents.npy")[:4])
     for facts in ((place / "stopped" / "latents.json").read_text(), "[]"):
         (place / "stopped" / "latents.json").write_text(facts)
@@ -183,7 +190,7 @@ def test_a_full_disk_is_noticed_before_any_latent_is_made(place, monkeypatch, ca
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert encode_latents.main(call(place, "full")) == 1
     assert capsys.readouterr().err == f"encode_latents: {place}/full/latents.npy: no space left on device\n"
-    assert not list((place / "full").iterdir())
+    assert not list((place / "full").glob("[!.]*"))
 
 
 def test_files_of_somebody_else_are_not_written_over(place, capsys):
@@ -194,7 +201,7 @@ def test_files_of_somebody_else_are_not_written_over(place, capsys):
         (output / name).symlink_to(mine) if link else mine.rename(output / name)
         assert encode_latents.main(call(place, output.name)) == 2
         assert f"{name} is {'a link' if link else 'a file that this program did not write'}" in capsys.readouterr().err
-        assert (output / name).read_bytes() == b"mine" and len(list(output.iterdir())) == 1
+        assert (output / name).read_bytes() == b"mine" and len(list(output.glob("[!.]*"))) == 1
 
 
 def test_latents_are_drawn_from_their_gaussian(place):

@@ -12,7 +12,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
-from data_prep.output import check_tokenizer_files, only_run, writable_directory
+from data_prep.output import check_tokenizer_files, writable_directory
 from data_prep.report import progress_bar
 from data_prep.storage import BLOCK, file_system, persistently
 from moh_lm.checkpoint.writing import free_bytes
@@ -20,6 +20,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, flush, sha256_of
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
+from moh_lm.supervise.run_directory import lock_run_directory
 
 SHORT = 2**24  # fewer bytes than this need no progress bar
 SUFFIXES = (".bin", ".idx")
@@ -32,7 +33,7 @@ def fetch(url, output, workers):
     """
     origin = Origin(url)
     writable_directory(output)
-    with only_run(output):
+    with lock_run_directory(output, "--output"):
         staged = output / ".fetch"
         manifest = stage(origin, output, staged)
         units = [(name, unit, entry) for name, of in manifest["sources"].items() for unit, entry in of["units"].items()]
