@@ -58,6 +58,12 @@ def persistently(name, work):
     raise OSError(f"{name}: cannot be read ({reason}); check the connection and the credentials")
 
 
+def read_part(files, path: str, start: int, end: int) -> bytes:
+    """Return bytes ``start`` to ``end`` - 1 of a file in one of fsspec's file systems, as far as it has them."""
+    # fsspec's own cat_file opens the file, which reads ahead and takes a whole file's beginning for any range.
+    return files.cat_file(path, start=start, end=end, **({} if files.async_impl else {"cache_type": "none"}))
+
+
 def remote_files(pattern: str) -> tuple[list[str], list[str]]:
     """The URLs of the files, and the paths of the folders, that match a pattern at a URL.
 
@@ -114,8 +120,6 @@ class RemoteFile(io.RawIOBase):
         self.name, self.place = path, 0
         self.files, self.inside = file_system(path)
         self.size = persistently(path, lambda: self.files.info(self.inside)["size"])
-        # fsspec's own cat_file opens the file, which reads ahead and takes a whole file's beginning for any range.
-        self.options = {} if self.files.async_impl else {"cache_type": "none"}
 
     def readable(self):
         return True
@@ -135,7 +139,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def block(self, end):
-        data = self.files.cat_file(self.inside, start=self.place, end=end, **self.options)
+        data = read_part(self.files, self.inside, self.place, end)
         if len(data) != end - self.place:
             wanted = f"bytes {self.place:,} to {end:,} of {self.size:,}"
             raise OSError(f"the server gave {len(data):,} bytes for {wanted}")

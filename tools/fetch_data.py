@@ -15,7 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run_file
+from moh_lm.cli.command import Failure, output_path, run_file
 from moh_lm.data.files import ShardError
 from moh_lm.units import at_least
 
@@ -34,9 +34,15 @@ def add_flags(parser):
 
 
 def run(arguments):
+    from data_prep.report import room
     from tools.shards.fetch import fetch
 
-    copied, kept = fetch(arguments.source, arguments.output, arguments.workers)
+    try:
+        copied, kept = fetch(arguments.source, arguments.output, arguments.workers)
+    except OSError as error:
+        if not error.errno or error.filename:
+            raise
+        raise Failure(f"{arguments.output}: {error.strerror}, {room(arguments.output)}") from error  # while writing
     print(f"{arguments.output} is complete and verified: {copied} shards copied, {kept} were there already")
 
 

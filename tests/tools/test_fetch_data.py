@@ -1,8 +1,11 @@
 """tools/fetch_data.py: copies of a data directory from a file system in memory that fails, lies, or changes."""
 
+import re
+import resource
+
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from data_prep import storage
 from moh_lm.data.files import seal
@@ -25,21 +28,16 @@ class Broken(MemoryFileSystem):
     def _strip_protocol(cls, path):
         return super()._strip_protocol(path.replace("broken://", "memory://"))
 
-    def _open(self, path, mode="rb", **options):
+    def cat_file(self, path, start=None, end=None, **options):
+        content = super().cat_file(path, start, end)
+        if start is None:
+            return content
         assert options["cache_type"] == "none", "what is read ahead fails in threads, with tracebacks"
-        file = super()._open(path, mode, **options)
-        made = MemoryFile(self, path, bytes(file.getvalue()))
-        read = made.read
-
-        def limited(size):
-            if Broken.budget <= 0:
-                raise TimeoutError("connection lost")
-            block = read(min(size, Broken.budget))
-            Broken.budget -= len(block)
-            return block
-
-        made.read = limited
-        return made
+        if Broken.budget <= 0:
+            raise TimeoutError("connection lost")
+        content = content[: Broken.budget]
+        Broken.budget -= len(content)
+        return content
 
 
 @pytest.fixture
@@ -95,6 +93,18 @@ def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeyp
     total = sum(map(len, files(tmp_path / "origin").values()))
     assert 3 < calls < total / 7000 + 3 and copied == sorted(copied)  # no byte of a shard is copied twice
     assert files(tmp_path / "copy") == files(tmp_path / "origin")
+
+
+def test_a_full_disk_is_not_taken_for_a_lost_connection(remote, tool, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        code, _, said = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1
+    room = r"[\d.,]+ MB of [\d.,]+ MB are free; run the same command again to resume"
+    assert re.fullmatch(rf"fetch_data: {tmp_path}/copy: File too large, {room}\n", said)
 
 
 def test_damage_at_the_origin_is_named_and_never_published(remote, tool, tmp_path):

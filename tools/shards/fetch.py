@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from data_prep.output import check_tokenizer_files, writable_directory
 from data_prep.report import progress_bar
-from data_prep.storage import BLOCK, file_system, persistently
+from data_prep.storage import BLOCK, file_system, persistently, read_part
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, flush, sha256_of
@@ -74,6 +74,10 @@ class Origin:
         except FileNotFoundError:
             return None
 
+    def part(self, name, start, end):
+        """Bytes ``start`` to ``end`` - 1 of a file, as far as it has them. Raises OSError."""
+        return persistently(f"{self.url}/{name}", lambda: read_part(self.files, self.path(name), start, end))
+
 
 def stage(origin, output, staged):
     """Copy the manifest and the tokenizer into the directory ``staged``; returns the manifest, after checking its
@@ -127,7 +131,7 @@ def fetch_unit(origin, output, source, unit, entry, report):
         name, target = f"{source}/{unit}{suffix}", beside(prefix, suffix)
         if target.exists():  # there is no sidecar, so its shard is not complete
             os.replace(target, beside(target, ".part"))
-        copy = origin, name, target, facts[suffix[1:]]["sha256"], report
+        copy = origin, name, target, facts[suffix[1:]], report
         if not (is_copied(*copy) or is_copied(*copy)):  # the first may have continued a part of another file
             raise ShardError(f"{origin.url}/{name}: differs from its sidecar; restore it there")
     flush(staged)
@@ -135,20 +139,15 @@ def fetch_unit(origin, output, source, unit, entry, report):
     flush(prefix.parent)
 
 
-def is_copied(origin, name, target, sha256, report):
-    """Copy what is missing at the end of a file's part; returns whether it has this hash and got its final name."""
-    unfinished = beside(target, ".part")
-
-    def go_on():
-        remote = origin.files.open(origin.path(name), "rb", cache_type="none")  # no reading ahead
-        with open(unfinished, "ab") as part, remote as file:
-            file.seek(part.tell())
-            while block := file.read(BLOCK):
-                part.write(block)
-                report(len(block))
-
-    persistently(f"{origin.url}/{name}", go_on)
-    if sha256_of(unfinished) != sha256:
+def is_copied(origin, name, target, facts, report):
+    """Copy what is missing at the end of a file's part; returns whether its hash is that in ``facts`` and it got its
+    final name."""
+    unfinished, size = beside(target, ".part"), facts["bytes"]
+    with open(unfinished, "ab") as part:
+        while (start := part.tell()) < size and (block := origin.part(name, start, min(start + BLOCK, size))):
+            part.write(block)
+            report(len(block))
+    if sha256_of(unfinished) != facts["sha256"]:
         unfinished.unlink()
         return False
     flush(unfinished)
