@@ -1,5 +1,7 @@
 """tools/fetch_data.py: copies of a data directory from a file system in memory that fails, lies, or changes."""
 
+import hashlib
+import os
 import re
 import resource
 
@@ -105,6 +107,26 @@ def test_a_full_disk_is_not_taken_for_a_lost_connection(remote, tool, tmp_path):
     assert code == 1
     room = r"[\d.,]+ MB of [\d.,]+ MB are free; run the same command again to resume"
     assert re.fullmatch(rf"fetch_data: {tmp_path}/copy: File too large, {room}\n", said)
+
+
+def test_every_file_is_on_the_disk_before_it_gets_its_name(tool, tmp_path, monkeypatch):
+    flushed, named, fsync, replace = set(), [], os.fsync, os.replace
+    origin = make_directory(tmp_path / "origin", {"web": [[9]]}, sha256=hashlib.sha256(b"a tokenizer").hexdigest())
+    (origin / "tokenizer.model").write_bytes(b"a tokenizer")
+
+    def flush(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def name(source, target):
+        assert os.stat(source).st_ino in flushed, target
+        named.append(os.path.relpath(target, tmp_path / "copy"))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", name)
+    assert tool("fetch_data", origin, "--output", tmp_path / "copy")[0] == 0
+    assert files(origin).keys() <= set(named) and named[-1] == "manifest.json"
 
 
 def test_damage_at_the_origin_is_named_and_never_published(remote, tool, tmp_path):

@@ -17,7 +17,7 @@ from data_prep.report import progress_bar
 from data_prep.storage import BLOCK, file_system, persistently, read_part
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, flush, sha256_of
+from moh_lm.data.files import ShardError, beside, flush, publish, sha256_of
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
@@ -90,7 +90,7 @@ def stage(origin, output, staged):
     for name in ("manifest.json", *TOKENIZER_FILES):
         content = origin.small_file(name)
         if content is not None:
-            (staged / name).write_bytes(content)
+            publish(staged / name, content)
         elif name == "manifest.json":
             staged.rmdir()
             advice = "give a directory that data_prep/tokenize.py has finished"
