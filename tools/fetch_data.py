@@ -1,10 +1,10 @@
 """Copy a data directory to this machine: token shards, by their manifest, each file checked against its checksum.
 
-    python tools/fetch_data.py FROM --output DIR [--workers N]
+    python tools/fetch_data.py FROM --output DIR [--workers N] [--verify]
 
 FROM is a directory, or a URL that fsspec reads, such as s3://BUCKET/data (pip install -e '.[remote]'). The manifest is
 written last, so that no run starts with a part of the data. The same command resumes: it keeps complete shards and
-continues files that were cut short.
+continues files that were cut short. With --verify it reads the complete ones, and copies damaged ones again.
 
 Exit codes: 0; 1 a file could not be read, or is damaged at FROM; 2 an argument has to be fixed.
 """
@@ -31,6 +31,8 @@ def add_flags(parser):
     parser.add_argument("--output", type=output_path, required=True, metavar="DIR", help="data directory to be made")
     help_of_workers = "shards that are copied at once (default: %(default)s)"
     parser.add_argument("--workers", type=at_least(1), default=8, metavar="N", help=help_of_workers)
+    help_of_verify = "also read the shards that are already there, and copy damaged ones again"
+    parser.add_argument("--verify", action="store_true", help=help_of_verify)
 
 
 def run(arguments):
@@ -38,12 +40,13 @@ def run(arguments):
     from tools.shards.fetch import fetch
 
     try:
-        copied, kept = fetch(arguments.source, arguments.output, arguments.workers)
+        copied, kept = fetch(arguments.source, arguments.output, arguments.workers, arguments.verify)
     except OSError as error:
         if not error.errno or error.filename:
             raise
         raise Failure(f"{arguments.output}: {error.strerror}, {room(arguments.output)}") from error  # while writing
-    print(f"{arguments.output} is complete and verified: {copied} shards copied, {kept} were there already")
+    how = "verified" if arguments.verify else "not read again"
+    print(f"{arguments.output} is complete: {copied} shards copied and verified, {kept} already there and {how}")
 
 
 if __name__ == "__main__":

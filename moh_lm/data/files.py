@@ -22,6 +22,9 @@ from moh_lm.parsing import open_at_once, parse_json, read_json
 
 VERSION = 3  # of the sidecar and of the manifest
 REMEDY = "restore it, or run data_prep/tokenize.py again"
+REPAIR = (  # of bytes, which neither command reads otherwise
+    "copy it again with tools/fetch_data.py --verify, or delete its .json and run data_prep/tokenize.py again"
+)
 BLOCK = 1 << 16  # bytes under one CRC-32
 WRITTEN = ".written_here.json"  # {name: hashes of what ``publish_own`` last wrote there}
 END = b"\n}\n"  # of ``json_bytes``, before which the seal is inserted
@@ -194,8 +197,9 @@ def read_range(file: BinaryIO, start: int, stop: int, sums: array | None) -> mem
     return data[start - low : stop - low]
 
 
-def damaged_block(path, number) -> str:
-    return f"{path}: block {number}, from byte {number * BLOCK} on, is damaged: its CRC-32 is not that of the sidecar"
+def damaged_block(path, number, more="") -> str:
+    where = f"{path}: block {number}, from byte {number * BLOCK} on"
+    return f"{where}, is damaged: its CRC-32 is not that of the sidecar{more}; {REPAIR}"
 
 
 def sha256_of(path: str | Path, open_file=None) -> str:

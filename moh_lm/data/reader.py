@@ -149,7 +149,7 @@ def damaged_file(path, recorded, actual) -> str:
     if not len(differ):
         return f"{path}: its SHA-256 differs from that in the sidecar, although the CRC-32 of every block agrees"
     more = f"; {len(differ) - 1} more blocks are damaged" if len(differ) > 1 else ""
-    return files.damaged_block(path, int(differ[0])) + more
+    return files.damaged_block(path, int(differ[0]), more)
 
 
 def read_sidecar(path: Path) -> dict:

@@ -10,7 +10,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from data_prep import storage
-from moh_lm.data.files import seal
+from moh_lm.data.files import ShardError, seal
+from moh_lm.data.reader import open_shard
 from moh_lm.supervise import run_directory
 from tests.data.directories import make_directory, open_dataset, open_sound
 from tests.tokenizing import files
@@ -57,7 +58,7 @@ def remote(tmp_path, monkeypatch):
 
 def test_a_copy_has_the_same_bytes_and_the_same_samples(remote, tool, tmp_path):
     code, said, _ = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
-    assert code == 0 and "complete and verified: 3 shards copied, 0 were there already" in said
+    assert code == 0 and "is complete: 3 shards copied and verified, 0 already there" in said
     assert files(tmp_path / "copy") == files(tmp_path / "origin")
     both = [open_dataset(tmp_path / name) for name in ("origin", "copy")]
     assert both[0].fingerprint() == both[1].fingerprint()
@@ -150,12 +151,25 @@ def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path
     assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
     grown = make_directory(tmp_path / "grown", {"books": SHARDS["books"], "web": [[501] * 20], "wiki": [[100] * 9]})
     code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
-    assert code == 0 and "2 shards copied, 2 were there already" in said
+    assert code == 0 and "2 shards copied and verified, 2 already there" in said
     assert files(tmp_path / "copy") == files(grown)
     (tmp_path / "copy" / "wiki" / "unit-0.json").unlink()
     code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
-    assert code == 0 and "1 shards copied, 3 were there already" in said
+    assert code == 0 and "1 shards copied and verified, 3 already there" in said
     assert open_sound(tmp_path / "copy" / "wiki" / "unit-0").num_tokens == 900
+
+
+def test_damage_to_a_copy_is_found_and_repaired_by_verify(remote, tool, tmp_path):
+    calls = "fetch_data", "memory://data", "--output", tmp_path / "copy"
+    assert tool(*calls)[0] == 0
+    content = bytearray((tmp_path / "copy" / "web" / "unit-0.bin").read_bytes())
+    content[5000] ^= 1
+    (tmp_path / "copy" / "web" / "unit-0.bin").write_bytes(content)
+    assert "0 shards copied and verified, 3 already there and not read again\n" in tool(*calls)[1]
+    with pytest.raises(ShardError, match="its CRC-32 is not .*; copy it again with tools/fetch_data.py --verify, or"):
+        open_shard(tmp_path / "copy" / "web" / "unit-0").read(1000, 2000)
+    assert "1 shards copied and verified, 2 already there and verified\n" in tool(*calls, "--verify")[1]
+    assert files(tmp_path / "copy") == files(tmp_path / "origin")
 
 
 def test_shards_of_another_tokenizer_are_refused(remote, tool, tmp_path):

@@ -18,7 +18,7 @@ from data_prep.storage import BLOCK, file_system, persistently, read_part
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, flush, publish, sha256_of
-from moh_lm.data.reader import open_shard, read_sidecar
+from moh_lm.data.reader import open_shard, read_sidecar, verify_shard
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
 
@@ -26,8 +26,9 @@ SHORT = 2**24  # fewer bytes than this need no progress bar
 SUFFIXES = (".bin", ".idx")
 
 
-def fetch(url, output, workers):
-    """Copy the data directory at ``url`` to ``output``. Returns (shards copied, shards that already existed).
+def fetch(url, output, workers, verify):
+    """Copy the data directory at ``url`` to ``output``. Returns (shards copied, shards that already existed). verify:
+    whether the latter are read, and copied again if they are damaged.
 
     Raises ConfigError for what the user has to fix, ShardError or OSError for files that are damaged or unreachable.
     """
@@ -37,7 +38,7 @@ def fetch(url, output, workers):
         staged = output / ".fetch"
         manifest = stage(origin, output, staged)
         units = [(name, unit, entry) for name, of in manifest["sources"].items() for unit, entry in of["units"].items()]
-        missing = [found for found in units if not is_complete(output, *found)]
+        missing = missing_shards(output, units, workers, verify)
         need = sum(sum(entry["bytes"].values()) for *_, entry in missing)
         if need > free_bytes(output):
             problem = f"no space left: {need:,} bytes are to be copied, {free_bytes(output):,} are free"
@@ -106,10 +107,20 @@ def stage(origin, output, staged):
     return manifest
 
 
-def is_complete(output, source, unit, entry):
-    """Whether the shard of a manifest's ``entry`` exists; its bytes are compared when a run first reads it."""
+def missing_shards(output, units, workers, verify):
+    """Return those of ``units`` whose shards are still to be copied."""
+    size = sum(sum(entry["bytes"].values()) for *_, entry in units) if verify else 0
+    with progress_bar("verifying", size, SHORT) as bar, ThreadPoolExecutor(workers) as pool:
+        complete = pool.map(lambda found: is_complete(output, *found, verify, bar.update), units)
+        return [found for found, there in zip(units, complete, strict=True) if not there]
+
+
+def is_complete(output, source, unit, entry, verify, report):
+    """Whether the shard of a manifest's ``entry`` exists and, if ``verify``, every byte of it is right. Otherwise its
+    bytes are compared when a run first reads them."""
     try:
-        return open_shard(output / source / unit).content == entry["content"]
+        shard = open_shard(output / source / unit)
+        return shard.content == entry["content"] and not (verify and any(verify_shard(shard, report)))
     except ShardError:
         return False
 
