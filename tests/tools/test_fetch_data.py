@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import resource
+import shutil
 
 import fsspec
 import pytest
@@ -12,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from data_prep import storage
 from moh_lm.data.files import ShardError, seal
 from moh_lm.data.reader import open_shard
+from moh_lm.data.shards import write_manifest
 from moh_lm.supervise import run_directory
 from tests.data.directories import make_directory, open_dataset, open_sound
 from tests.tokenizing import files
@@ -157,6 +159,27 @@ def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path
     code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
     assert code == 0 and "1 shards copied and verified, 3 already there" in said
     assert open_sound(tmp_path / "copy" / "wiki" / "unit-0").num_tokens == 900
+
+
+def test_sources_that_only_the_copy_has_stay_listed(tool, tmp_path):
+    for name in ("wiki", "books"):
+        origin = make_directory(tmp_path / name, {name: [[9] * 9]})
+        assert tool("fetch_data", origin, "--output", tmp_path / "copy")[0] == 0
+    copied = files(tmp_path / "copy")
+    assert write_manifest(tmp_path / "copy")["sources"].keys() == {"books", "wiki"}
+    assert files(tmp_path / "copy") == copied
+
+
+def test_shards_that_would_leave_the_manifest_are_named(tool, tmp_path):
+    whole, part = (make_directory(tmp_path / str(n), {"books": [[9] * 9] * n, "web": [[8]]}) for n in (2, 1))
+    assert tool("fetch_data", whole, "--output", tmp_path / "copy")[0] == 0
+    before = files(tmp_path / "copy")
+    code, _, said = tool("fetch_data", part, "--output", tmp_path / "copy")
+    assert code == 2 and "has 1 shards of source books that FROM lacks, such as unit-1; give another directory" in said
+    assert before.items() <= files(tmp_path / "copy").items()
+    shutil.rmtree(tmp_path / "copy" / "books")
+    assert tool("fetch_data", part, "--output", tmp_path / "copy")[0] == 0
+    assert files(tmp_path / "copy") == files(part)
 
 
 def test_damage_to_a_copy_is_found_and_repaired_by_verify(remote, tool, tmp_path):

@@ -226,9 +226,10 @@ def test_verification_names_every_damaged_file_and_its_block(corpus, tmp_path):
     manifest["sources"]["wiki"]["units"]["w-0"]["content"] = "0" * 64
     (damaged / "manifest.json").write_bytes(seal(json_bytes(manifest)))
     shutil.copy(damaged / "wiki" / "w-0.json", damaged / "wiki" / "w-1.json")
+    shutil.copytree(damaged / "wiki", damaged / "lost")
     problems = inspect_json(damaged, "--verify", code=1)["problems"]
     expected = ["books/b-0.bin: block 0,", "wiki/w-0.idx: block 0,", "books/b-1.bin", "wiki/w-1.json: is not in"]
-    expected.append("wiki/w-0.json: its checksums differ from those in manifest.json")
+    expected += ["wiki/w-0.json: its checksums differ from those in manifest.json", "damaged/lost: is not in manifest"]
     for words in expected:
         assert sum(words in problem for problem in problems) == 1, (words, problems)
     assert len(problems) == len(expected)

@@ -17,7 +17,7 @@ from data_prep.report import progress_bar
 from data_prep.storage import BLOCK, file_system, persistently, read_part
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, flush, publish, sha256_of
+from moh_lm.data.files import ShardError, beside, flush, json_bytes, publish, seal, sha256_of
 from moh_lm.data.reader import open_shard, read_sidecar, verify_shard
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
@@ -82,7 +82,7 @@ class Origin:
 
 def stage(origin, output, staged):
     """Copy the manifest and the tokenizer into the directory ``staged``; returns the manifest, after checking its
-    names.
+    names. The copy also lists the sources that only ``output`` has.
 
     Raises ConfigError if there is none, or ``output`` holds data of another tokenizer; ShardError.
     """
@@ -101,10 +101,27 @@ def stage(origin, output, staged):
         if os.path.basename(name) != name or name.startswith("."):
             raise ShardError(f"{origin.url}/manifest.json: {name!r} is not the name of a source or a shard")
     check_tokenizer_files(output, {path.name: path.read_bytes() for path in staged.iterdir()})
-    there = read_manifest(output) if (output / "manifest.json").exists() else manifest
-    if there["tokenizer"] != manifest["tokenizer"]:
-        raise ConfigError([f"--output {output}: has shards of another tokenizer; give another directory"])
+    if others := other_sources(output, manifest):
+        sources = dict(sorted((manifest["sources"] | others).items()))
+        publish(staged / "manifest.json", seal(json_bytes(manifest | {"sources": sources})))
     return manifest
+
+
+def other_sources(output, manifest):
+    """Return the sources that only the manifest of ``output`` has. Raises ConfigError if it also lists shards that
+    would be lost, because their source is in ``manifest`` without them."""
+    there = read_manifest(output) if (output / "manifest.json").exists() else manifest
+    for key in ("tokenizer", "cut_fractions"):
+        if there[key] != manifest[key]:
+            raise ConfigError([f"--output {output}: has shards of another {key}; give another directory"])
+    for name, source in there["sources"].items():
+        listed = manifest["sources"].get(name, source)["units"]
+        lost = [unit for unit in source["units"] if unit not in listed and (output / name / f"{unit}.json").exists()]
+        if lost:
+            what = f"has {len(lost)} shards of source {name} that FROM lacks, such as {lost[0]}"
+            remedy = f"give another directory, or remove {output / name} to have it copied as it is in FROM"
+            raise ConfigError([f"--output {output}: {what}; {remedy}"])
+    return {name: source for name, source in there["sources"].items() if name not in manifest["sources"]}
 
 
 def missing_shards(output, units, workers, verify):
