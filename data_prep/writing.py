@@ -164,11 +164,11 @@ def shuffled(arrays: Iterable[np.ndarray], key: str, directory: Path) -> Iterato
     There are two passes with bounded memory: the first bits of their hash assign arrays to buckets, on disk in
     ``directory`` if they are large; then each bucket is sorted by itself.
     """
-    buckets = [([], array("q"), SpooledTemporaryFile(BUCKET_MEMORY, dir=directory)) for _ in range(BUCKETS)]  # noqa: SIM115
+    buckets = [(array("Q"), array("q"), SpooledTemporaryFile(BUCKET_MEMORY, dir=directory)) for _ in range(BUCKETS)]  # noqa: SIM115
     for position, ids in enumerate(arrays):
         digest = hashlib.blake2b(position.to_bytes(8, "little"), key=key.encode()[-64:], digest_size=8).digest()
         hashes, lengths, file = buckets[digest[0] * BUCKETS // 256]
-        hashes.append(digest)
+        hashes.append(int.from_bytes(digest, "big"))
         lengths.append(len(ids))
         file.write(ids.tobytes())
     for hashes, lengths, file in buckets:
@@ -176,5 +176,5 @@ def shuffled(arrays: Iterable[np.ndarray], key: str, directory: Path) -> Iterato
             file.seek(0)
             ids = np.frombuffer(file.read(), dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int64)
-        for i in sorted(range(len(hashes)), key=hashes.__getitem__):
+        for i in np.argsort(hashes, kind="stable"):
             yield ids[ends[i] - lengths[i] : ends[i]]

@@ -44,10 +44,11 @@ def token_code(vocab_size: int) -> int:
 
 def index_bytes(lengths: np.ndarray, code: int) -> bytes:
     """Return the index of documents of ``lengths`` tokens, int32 [n]."""
-    ends = np.cumsum(lengths, dtype="<i8") * np.dtype(DTYPES[code]).itemsize
-    pointers = np.concatenate([np.zeros(1, "<i8"), ends])[: len(lengths)]
+    pointers = np.zeros(len(lengths), "<i8")
+    np.cumsum(lengths[:-1], out=pointers[1:])
+    pointers *= np.dtype(DTYPES[code]).itemsize
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
-    return header + lengths.tobytes() + pointers.tobytes() + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+    return b"".join([header, lengths, pointers, np.arange(len(lengths) + 1, dtype="<i8")])
 
 
 def read_counts(file: BinaryIO) -> Counts:

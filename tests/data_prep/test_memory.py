@@ -1,15 +1,20 @@
 """Memory follows the longest document, whatever a file is packed in and however large it is unpacked."""
 
+import hashlib
 import os
 import subprocess
 import sys
+import tracemalloc
 import zlib
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
+from data_prep.writing import shuffled
+from moh_lm.data.index import index_bytes, token_code
 from tests.tokenizing import ROOT, json_lines, write, zstd
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak is read from /proc")
@@ -99,3 +104,22 @@ def test_an_endless_list_beside_the_text_is_not_read(name, tmp_path):
     size, memory = text_and_memory(path)
     assert size == 5
     assert memory < 80_000_000
+
+
+def peak_of(work):
+    """(the result of ``work``, the most bytes that Python and NumPy held for it at a time)."""
+    tracemalloc.start()
+    try:
+        return work(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_document_of_a_shard_takes_few_bytes(tmp_path):
+    count = 50_000
+    keys = [hashlib.blake2b(n.to_bytes(8, "little"), key=b"unit", digest_size=8).digest() for n in range(count)]
+    documents = shuffled((np.array([n], np.int32) for n in range(count)), "unit", tmp_path)
+    first, memory = peak_of(lambda: next(documents))
+    assert memory < 30 * count  # 4 of them are its token
+    assert np.concatenate([first, *documents]).tolist() == sorted(range(count), key=keys.__getitem__)
+    assert peak_of(lambda: index_bytes(np.ones(count, np.int32), token_code(100)))[1] < 45 * count
