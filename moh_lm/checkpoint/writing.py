@@ -47,9 +47,13 @@ class Writing(threading.Thread):
 
 def describe_failure(error, directory, need):
     """Return a sentence with the file, the reason, and the sizes."""
-    reason, free = (error.strerror or str(error)).lower(), free_bytes(directory)
+    reason = (error.strerror or str(error)).lower()
+    try:
+        free = f"{free_bytes(directory):,}"
+    except OSError:  # the file system is away
+        free = "an unknown number"
     return (
-        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free:,} are left; "
+        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free} are left; "
         "the partial one is removed"
     )
 

@@ -1,5 +1,6 @@
 """Checkpoints on the disk: reading any part of any layout, which of them are kept, and saves that fail."""
 
+import errno
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import resource
 import signal
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -253,6 +255,13 @@ def test_a_full_disk_ends_no_run_before_its_last_save(data_dir, tmp_path):
     assert "step-3.tmp: no space left on device: the checkpoint takes " in problem
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-2"}
     assert [event["step"] for event in events(tmp_path, "save failed")] == [2]
+
+
+def test_a_file_system_that_is_away_is_said_to_be(tmp_path, monkeypatch):
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "step-3.tmp")
+    monkeypatch.setattr(writing, "free_bytes", Mock(side_effect=stale))
+    text = writing.describe_failure(stale, tmp_path, 5000)
+    assert text.startswith("step-3.tmp: stale file handle: the checkpoint takes 5,000 bytes and an unknown number ")
 
 
 def test_the_files_of_the_tokenizer_need_room_too(tmp_path, monkeypatch):
