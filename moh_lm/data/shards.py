@@ -168,6 +168,7 @@ def unit_entry(shard: Shard) -> dict:
     }
 
 
+@files.patient
 def read_manifest(data_dir: str | Path) -> dict:
     """Return the manifest of a data directory. Raises ShardError if it is damaged or for another tokenizer."""
     path = Path(data_dir) / "manifest.json"
@@ -237,6 +238,7 @@ class OpenedSource(NamedTuple):
     unlisted: list[str]  # finished shards that are not in the manifest
 
 
+@files.patient
 def open_source(data_dir: str | Path, name: str, manifest: dict, fraction: float) -> OpenedSource:
     """Return the shards of a source in the order of the manifest, with ``fraction`` of their tokens held out.
 
