@@ -229,6 +229,7 @@ class Run:
         self.saver.close()
         self.after_save.close(self.watchdog.progress)
         self.loader.close()
+        self.engine.close()
         if self.log:
             self.log.close()
         step, run = self.state.step, self.config.run

@@ -221,6 +221,9 @@ class Engine:
     def after_step(self, skipped):
         """Do what follows a step."""
 
+    def close(self):
+        """Free what the process groups wait for when they are closed."""
+
     def state(self):
         """Return the engine's state besides weights, moments and routers, as a JSON-able object."""
         return {}

@@ -123,6 +123,10 @@ class TextEngine(Engine):
         if self.windows:
             self.windows.move(skipped)
 
+    def close(self):
+        if self.captured:
+            self.captured.close()
+
     def state(self):
         return {"windows": [self.windows.widths, self.windows.entropies]} if self.windows else {}
 
