@@ -61,7 +61,8 @@ def own_device():
         keep_freed_memory()
         return torch.device("cpu")
     if local_rank >= gpus:
-        problem = f"LOCAL_RANK {local_rank}: GPUs that this process sees: {gpus}; start one rank for each"
+        shared = "make all GPUs of the node visible to each task (Slurm's --gpus-per-node), or " if gpus == 1 else ""
+        problem = f"LOCAL_RANK {local_rank}: GPUs that this process sees: {gpus}; {shared}start one rank for each"
         raise ConfigError([problem], local_rank=gpus)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

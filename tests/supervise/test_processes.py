@@ -8,15 +8,22 @@ from moh_lm.training.deepspeed import start
 from tests.training.runs import arguments
 
 
-def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(start, "visible_gpus", lambda: 1)
+@pytest.mark.parametrize(
+    "gpus, remedy",
+    [
+        (1, "make all GPUs of the node visible to each task (Slurm's --gpus-per-node), or start one rank for each"),
+        (2, "start one rank for each"),
+    ],
+)
+def test_a_rank_without_a_gpu_of_its_own_says_so(gpus, remedy, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(start, "visible_gpus", lambda: gpus)
     monkeypatch.setattr("sys.argv", ["pretrain", *arguments(data_dir, tmp_path)])
-    place = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for key, value in {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    place = {"RANK": str(gpus), "LOCAL_RANK": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**place, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit, match="2"):
         pretrain.main()
-    assert capsys.readouterr().err.endswith("LOCAL_RANK 1: GPUs that this process sees: 1; start one rank for each\n")
+    assert capsys.readouterr().err.endswith(f"LOCAL_RANK {gpus}: GPUs that this process sees: {gpus}; {remedy}\n")
 
 
 @pytest.mark.parametrize(
