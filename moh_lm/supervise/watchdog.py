@@ -53,10 +53,11 @@ class Watchdog:
         """Report progress; long operations do so after each part. ``seconds`` are allowed in addition to the limit."""
         self.last = time.monotonic() + seconds
 
-    def limit_groups(self):
-        """Give every open process group the time-out; groups that are made later have their own."""
+    def limit_groups(self, seconds=0):
+        """Give every open process group the time-out, and ``seconds`` more; groups that are made later have their
+        own."""
         for group in open_groups():
-            set_timeout(group, self.timeout + MARGIN_S)
+            set_timeout(group, self.timeout + MARGIN_S + seconds)
 
     def stop(self):
         self.liveness.end()

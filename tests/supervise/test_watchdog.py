@@ -134,14 +134,17 @@ def test_an_evaluation_reports_progress_per_micro_batch(data_dir, tmp_path, stag
         assert re.fullmatch(f"(l{{{2 // stages}}}p){{4,}}", seen), seen
 
 
+def limits_now():
+    """The time-outs of all process groups, seconds."""
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in open_groups()]
+
+
 def time_limits(flags):
-    """The time-outs of all process groups as the first step begins, seconds."""
+    """``limits_now`` as the first step begins."""
     limits = []
 
     def look(engine, *others, **more):
-        for group in open_groups():
-            options = group._get_backend(torch.device("cpu")).options
-            limits.append(options._timeout.total_seconds())
+        limits.extend(limits_now())
         raise KeyboardInterrupt
 
     Engine.train_step = look
@@ -154,3 +157,15 @@ def test_every_process_group_has_the_time_limit(data_dir, tmp_path):
     more = ("--hang-timeout", "40s", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
     for limits in run_ranks(time_limits, 4, arguments(data_dir, tmp_path, *more)):
         assert len(limits) > 4 and set(limits) == {100.0}  # a minute more than the watchdog
+
+
+def limits_at_the_end(flags):
+    run(flags)
+    return limits_now()
+
+
+def test_the_ranks_wait_for_what_rank_0_does_at_the_end(data_dir, tmp_path):
+    """The command of --after-save may take as long as a hang, and the report follows it."""
+    flags = arguments(data_dir, tmp_path, "--train-iters", "1", "--warmup-iters", "0", "--hang-timeout", "10m")
+    (limits,) = run_ranks(limits_at_the_end, 1, flags)
+    assert min(limits) > 2 * 600
