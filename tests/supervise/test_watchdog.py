@@ -109,6 +109,19 @@ def test_the_watchdog_ends_a_rank_that_cannot_print(monkeypatch):
     assert left == [UNAVAILABLE]
 
 
+@pytest.mark.parametrize("number, fate", [(signal.SIGABRT, "aborted, as by NCCL when"), (signal.SIGKILL, "died")])
+def test_a_lost_machine_is_named_before_a_local_rank(number, fate, monkeypatch):
+    said, watched = [], Watchdog.__new__(Watchdog)
+    watched.timeout, watched.last, watched.done, watched.aborted = 60, time.monotonic(), threading.Event(), set()
+    lost = Mock(hosts=["here", "here", "node2"], unresponsive=lambda seconds, known: f"no answer but from {[*known]}")
+    watched.liveness, watched.abort = lost, lambda reason, wait: (said.append(reason), watched.done.set())
+    monkeypatch.setattr(watchdog, "GRACE_S", -1)
+    with subprocess.Popen(["sh", "-c", f"kill -{number} $$"]) as local:
+        watched.local_ranks = {1: local.pid}
+        watched.watch()
+    assert len(said) == 1 and said[0].startswith(f"no answer but from [1]; rank 1 (process {local.pid}) {fate}")
+
+
 def events_of_an_evaluation(flags):
     """What happens on this rank in the first evaluation, in order: l for a layer, p for a report of progress."""
     events, forward, evaluate = [], DecoderLayer.forward, Run.evaluate
