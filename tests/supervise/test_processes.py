@@ -1,10 +1,17 @@
 """How a rank joins the others."""
 
+import os
+import socket
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from moh_lm import pretrain
-from moh_lm.supervise import errors
+from moh_lm.config import ConfigError
+from moh_lm.supervise import errors, processes
 from moh_lm.training.deepspeed import start
+from tests.distributed import reserved_port, run_ranks
 from tests.training.runs import arguments
 
 
@@ -24,6 +31,55 @@ def test_a_rank_without_a_gpu_of_its_own_says_so(gpus, remedy, data_dir, tmp_pat
     with pytest.raises(SystemExit, match="2"):
         pretrain.main()
     assert capsys.readouterr().err.endswith(f"LOCAL_RANK {gpus}: GPUs that this process sees: {gpus}; {remedy}\n")
+
+
+@pytest.mark.parametrize(
+    "variable, value, refused",
+    [
+        (None, None, True),
+        ("CUDA_VISIBLE_DEVICES", "0", True),
+        ("CUDA_VISIBLE_DEVICES", "", False),
+        ("CUDA_VISIBLE_DEVICES", "-1", False),
+        ("DS_ACCELERATOR", "cpu", False),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_no_run_on_a_cpu(variable, value, refused, tmp_path, monkeypatch):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\nGCC version: 9.3.0\n")
+    monkeypatch.setattr(processes, "DRIVER", driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(start, "visible_gpus", lambda: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, value)
+    if refused:
+        said = r"driver 470.82.01, but torch \S+, built for CUDA 13.0, finds no GPU; update .* DS_ACCELERATOR=cpu"
+        with pytest.raises(ConfigError, match=said):
+            processes.own_device()
+    else:
+        assert processes.own_device() == torch.device("cpu")
+
+
+def refusal_beside_a_gpu(port, meeting):
+    """What this rank says of a start in which only rank 1 has a GPU."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
+    if os.environ["RANK"] == "1":
+        processes.own_device = lambda: torch.device("cuda", 1)
+    with pytest.raises(ConfigError) as error:
+        processes.start_process_group(5)
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=int(os.environ["RANK"]), world_size=2)
+    return error.value.problems
+
+
+def test_a_rank_without_a_gpu_beside_others_ends_all(tmp_path):
+    with reserved_port() as port:
+        one, other = run_ranks(refusal_beside_a_gpu, 2, port, str(tmp_path / "meeting"))
+    said = f"{socket.gethostname()} (rank 0): no GPU there, but other ranks have one; repair"
+    assert one == other and one[0].startswith(said)
 
 
 @pytest.mark.parametrize(
