@@ -1,5 +1,6 @@
 """One process of a run, a rank: how it joins the others, what it prints, and how it exits."""
 
+import glob
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ from moh_lm.training.deepspeed import start
 from moh_lm.training.deepspeed.process_groups import set_timeout
 
 DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA, where it is loaded
+GPUS = "/dev/nvidia[0-9]*"  # those that this process may use: a container can be without
 
 
 def refuse_foreign_launcher():
@@ -78,7 +80,7 @@ def own_device():
 def refuse_useless_gpu():
     """Raise ConfigError if torch finds no GPU beside NVIDIA's driver, unless the environment asks for CPUs."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if hidden or os.environ.get("DS_ACCELERATOR") == "cpu" or not DRIVER.exists():
+    if hidden or os.environ.get("DS_ACCELERATOR") == "cpu" or not (DRIVER.exists() and glob.glob(GPUS)):
         return
     version = re.search(r"\d+\.[\d.]*\d|$", DRIVER.read_text())[0]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"

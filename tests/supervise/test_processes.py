@@ -41,18 +41,23 @@ def test_a_rank_without_a_gpu_of_its_own_says_so(gpus, remedy, data_dir, tmp_pat
         ("CUDA_VISIBLE_DEVICES", "", False),
         ("CUDA_VISIBLE_DEVICES", "-1", False),
         ("DS_ACCELERATOR", "cpu", False),
+        ("GPUS", "no-device-[0-9]", False),  # a container that was given none
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_no_run_on_a_cpu(variable, value, refused, tmp_path, monkeypatch):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\nGCC version: 9.3.0\n")
     monkeypatch.setattr(processes, "DRIVER", driver)
+    (tmp_path / "nvidia3").touch()
+    monkeypatch.setattr(processes, "GPUS", str(tmp_path / "nvidia[0-9]*"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(start, "visible_gpus", lambda: None)
     monkeypatch.setenv("LOCAL_RANK", "0")
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    if variable:
+    if variable == "GPUS":
+        monkeypatch.setattr(processes, variable, str(tmp_path / value))
+    elif variable:
         monkeypatch.setenv(variable, value)
     if refused:
         said = r"driver 470.82.01, but torch \S+, built for CUDA 13.0, finds no GPU; update .* DS_ACCELERATOR=cpu"
