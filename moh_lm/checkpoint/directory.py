@@ -92,7 +92,7 @@ def remove_entry(path):
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        else:
+        elif os.path.lexists(path):
             path.unlink(missing_ok=True)
     except OSError as error:
         print(f"{error.filename or path}: cannot be removed ({error.strerror})", file=sys.stderr, flush=True)

@@ -91,12 +91,13 @@ class Saver:
         fragments = [fragment for fragment in fragments if not fragment.is_copy]
         self.refuse(NonFiniteState, not_finite(step, fragments))
         temporary, need = self.directory / f"step-{step}.tmp", needed_bytes(fragments, tokenizer)
-        self.refuse(CheckpointError, self.make_room(temporary, need) if dist.get_rank() == 0 else [])
+        problems = problems_of_all_ranks(self.make_room(temporary, need) if dist.get_rank() == 0 else [])
         tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
         self.pending = Writing(
             temporary,
             self.progress,
-            self.snapshot(tensors) if self.background else tensors,
+            problems,
+            self.snapshot(tensors) if self.background and not problems else tensors,
             metadata_of(fragments),
             rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
             need,
@@ -206,7 +207,7 @@ class Saver:
             if free < need:
                 return [
                     f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
-                    "make room, or keep fewer steps with --keep-last, and run the same command again"
+                    "make room, or keep fewer steps with --keep-last"
                 ]
             temporary.mkdir(parents=True)
         except OSError as error:

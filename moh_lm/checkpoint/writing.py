@@ -15,13 +15,13 @@ from moh_lm.data.shards import tokenizer_files
 class Writing(threading.Thread):
     """Writes one rank's files of a step. Afterwards it has ``entries`` for the manifest, or ``problems``.
 
-    progress: called after each of the ``blocks`` that have been written.
+    progress: called after each of the ``blocks`` that have been written. problems: reasons to write nothing.
     """
 
-    def __init__(self, directory, progress, *work):
+    def __init__(self, directory, progress, problems, *work):
         super().__init__(target=self.write, args=work, daemon=True)  # a dying run does not wait for an unfinished step
         self.directory, self.progress = directory, progress
-        self.entries, self.problems = {}, []
+        self.entries, self.problems = {}, problems
         self.blocks = 0
         self.start()
 
@@ -30,6 +30,8 @@ class Writing(threading.Thread):
         self.progress()
 
     def write(self, tensors, metadata, texts, need):
+        if self.problems:
+            return
         name = f"rank-{dist.get_rank()}.safetensors"
         try:
             self.entries[name] = write_safetensors(self.directory / name, tensors, metadata, self.advance)
@@ -45,9 +47,13 @@ class Writing(threading.Thread):
 
 def describe_failure(error, directory, need):
     """Return a sentence with the file, the reason, and the sizes."""
-    reason, free = (error.strerror or str(error)).lower(), free_bytes(directory)
+    reason = (error.strerror or str(error)).lower()
+    try:
+        free = f"{free_bytes(directory):,}"
+    except OSError:  # the file system is away
+        free = "an unknown number"
     return (
-        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free:,} are left; "
+        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free} are left; "
         "the partial one is removed"
     )
 

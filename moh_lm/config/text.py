@@ -20,7 +20,11 @@ class DataConfig:
     data_mix: tuple[tuple[str, str], ...] = option(
         (), "NAME=WEIGHT for each source; weights need not sum to 1 (default: in proportion to tokens)"
     )
-    validation_fraction: float = option(0.001, "share of every source that is held out for validation")
+    validation_fraction: float = option(
+        0.001,
+        "share of every source that is held out for validation; unless it is 1, 2 or 5 times 0.0001, 0.001 or 0.01, a "
+        "start reads the index of every shard on every rank",
+    )
     packing: str = option(
         "concatenate",
         "concatenate: cut the joined documents of a source every --seq-length tokens; best_fit: put documents into "

@@ -61,10 +61,11 @@ class Dataset(TrainingData):
     @without_collection()
     def open(
         cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decay_begins: int | None = None,
-        validates: bool = True,
+        validates: bool = True, compares_sizes: bool = True,
     ) -> "Dataset":  # fmt: skip
         """Open the sources of ``data.data_mix``, or of the whole directory. Raises ConfigError with every problem.
-        decay_begins: the first sample of ``data.decay_mix``, or None. validates: refuse sources too small for that."""
+        decay_begins: the first sample of ``data.decay_mix``, or None. validates: refuse sources too small for that.
+        compares_sizes: see ``open_source``."""
         problems = data_problems(data)
         raise_any(problems)
         try:
@@ -83,7 +84,9 @@ class Dataset(TrainingData):
             if name not in present:
                 continue
             try:
-                opened = open_source(data.data_dir, name, manifest, data.validation_fraction)
+                opened = open_source(
+                    data.data_dir, name, manifest, data.validation_fraction, compares_sizes=compares_sizes
+                )
                 sources.append(Source(name, opened, seq_length, bytes_per_token(present[name]["units"].values())))
                 problems += sources[-1].problems(data.validation_fraction if validates else 0)
             except ShardError as error:

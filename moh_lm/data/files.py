@@ -7,6 +7,7 @@ therefore found before it is used, and the error names its file and block.
 Sidecars and manifests are sealed: their last entry, ``sha256``, is the hash of the file without it.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,9 @@ import sys
 import zlib
 from array import array
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
+from time import sleep
 from typing import BinaryIO
 
 from moh_lm.config import ConfigError
@@ -29,6 +32,11 @@ BLOCK = 1 << 16  # bytes under one CRC-32
 WRITTEN = ".written_here.json"  # {name: hashes of what ``publish_own`` last wrote there}
 END = b"\n}\n"  # of ``json_bytes``, before which the seal is inserted
 CHUNK = 1 << 20  # bytes that a pass over a whole file handles at a time
+PAUSES = (1, 2, 4, 8)  # seconds before further attempts to read; short against --hang-timeout
+LASTING = {  # errors after which another attempt is in vain; None: not an error of the system
+    None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.ENXIO,
+}  # fmt: skip
 
 
 class ShardError(Exception):
@@ -146,6 +154,26 @@ def opened(path: str | Path):
             yield file
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror or error}") from error
+
+
+def patient(read):
+    """Let ``read`` try again, after ``PAUSES``, where a ShardError comes from a file system that may be away for a
+    moment. It says so once."""
+
+    @wraps(read)
+    def attempts(*arguments, **named):
+        for pause in PAUSES:
+            try:
+                return read(*arguments, **named)
+            except ShardError as error:
+                if getattr(error.__cause__, "errno", None) in LASTING:
+                    raise
+                if pause == PAUSES[0]:
+                    print(f"trying again for {sum(PAUSES)} s: {error}", file=sys.stderr, flush=True)
+            sleep(pause)
+        return read(*arguments, **named)
+
+    return attempts
 
 
 def read_facts(path: Path) -> dict:

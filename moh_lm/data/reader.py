@@ -48,6 +48,7 @@ class Shard:
     sidecar: dict | None = None
     sums: Sums | None = None
 
+    @files.patient
     def read(self, first: int, count: int) -> np.ndarray:
         """Return ``count`` token ids from position ``first`` on. Raises ShardError if any is absent or damaged."""
         self.check_content()
@@ -90,9 +91,15 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
     ``foreign`` accepts a pair without a sidecar, written by another tool. Raises ShardError.
     """
     bin_path, idx_path, json_path = (files.beside(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
-    sidecar = read_sidecar(json_path) if json_path.exists() else None
-    if sidecar is None and not foreign:
-        raise ShardError(f"{json_path} is missing: the shard is unfinished; run data_prep/tokenize.py again")
+    try:
+        sidecar = read_sidecar(json_path)
+    except ShardError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        if not foreign:
+            unfinished = "the shard is unfinished; run data_prep/tokenize.py again"
+            raise ShardError(f"{json_path} is missing: {unfinished}") from None
+        sidecar = None
     with files.opened(idx_path) as file:
         counts, idx_bytes = read_counts(file), os.fstat(file.fileno()).st_size
     with files.opened(bin_path) as file:

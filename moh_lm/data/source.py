@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from moh_lm.data.files import patient
 from moh_lm.data.mixture import Permutation
 from moh_lm.data.shards import OpenedSource, Shard
 
@@ -43,6 +44,7 @@ class Stream:
         pieces = [shard.read(first, end - first) for shard, first, end in self.pieces(position, count)]
         return np.concatenate(pieces).astype(np.int64)
 
+    @patient
     def document_starts(self, position: int, count: int) -> list[int]:
         """Return the offsets, 1 to count - 1, at which documents or parts of the stream begin among ``count`` tokens
         from ``position`` on. Found by search in the indexes. Raises ShardError."""

@@ -33,6 +33,7 @@ def open_data(config, problems, dry_run):
                 seed=config.run.seed,
                 vocab_size=config.model.vocab_size,
                 decay_begins=config.decay_begins(),
+                compares_sizes=os.environ.get("LOCAL_RANK", "0") == "0",  # each machine may have its own copy
             )
         except ConfigError as error:
             problems = problems + error.problems

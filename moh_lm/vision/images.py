@@ -25,7 +25,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, refuse_unreadable
+from moh_lm.data.files import ShardError, patient, refuse_unreadable
 from moh_lm.vision.augment import (
     MODES,
     center_crop,
@@ -70,6 +70,7 @@ class ImagePlace(NamedTuple):
             file.seek(self.start)
             return file.read(self.size)
 
+    @patient
     def read(self, channels):
         """Return the Pillow image, grey or RGB. Raises ShardError if the bytes are not an image."""
         try:

@@ -1,5 +1,6 @@
 """Checkpoints on the disk: reading any part of any layout, which of them are kept, and saves that fail."""
 
+import errno
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import resource
 import signal
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -230,6 +232,36 @@ def test_a_run_tries_again_after_a_failed_background_save(data_dir, tmp_path):
     assert "step-5.tmp/rank-0.safetensors: file too large" in problem
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-1", "step-3"}
     assert [event["step"] for event in events(tmp_path, "save failed")] == [3, 5]
+
+
+def save_without_room(flags, steps):
+    """``run``, for whose saves of these steps the disk has no room."""
+    save, free_bytes = Saver.save, saver.free_bytes
+
+    def on_a_full_disk(writer, step, *others):
+        saver.free_bytes = (lambda path: 0) if step in steps else free_bytes
+        save(writer, step, *others)
+
+    Saver.save = on_a_full_disk
+    try:
+        run(flags)
+    except CheckpointError as error:
+        return error.problems
+
+
+def test_a_full_disk_ends_no_run_before_its_last_save(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, "--save-interval", "1", "--train-iters", "3")
+    (problem,), = run_ranks(save_without_room, 1, flags, [1, 3])
+    assert "step-3.tmp: no space left on device: the checkpoint takes " in problem
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-2"}
+    assert [event["step"] for event in events(tmp_path, "save failed")] == [2]
+
+
+def test_a_file_system_that_is_away_is_said_to_be(tmp_path, monkeypatch):
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "step-3.tmp")
+    monkeypatch.setattr(writing, "free_bytes", Mock(side_effect=stale))
+    text = writing.describe_failure(stale, tmp_path, 5000)
+    assert text.startswith("step-3.tmp: stale file handle: the checkpoint takes 5,000 bytes and an unknown number ")
 
 
 def test_the_files_of_the_tokenizer_need_room_too(tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ import pytest
 
 from moh_lm.config import ConfigError
 from moh_lm.data.shards import ShardError, write_manifest
+from moh_lm.flags import parse_config
+from moh_lm.run.text import open_data
 from tests.data.directories import loader, make_directory, open_dataset, problems_of
 
 
@@ -130,6 +132,21 @@ def test_a_directory_unlike_its_manifest_is_refused_by_file(tmp_path, damage):
     with pytest.raises((ConfigError, ShardError), match=named) as caught:
         loader(open_dataset(tmp_path), reset_at_documents=True).train_step(0)
     assert "\n" not in str(caught.value)
+
+
+def test_one_rank_of_each_machine_compares_the_sizes(tmp_path, monkeypatch):
+    make_directory(tmp_path, {"a": [[400, 300]]}, vocab_size=1024)
+    with open(tmp_path / "a" / "unit-0.bin", "ab") as file:
+        file.write(b"\0\0")
+    flags = "--seq-length 8 --vocab-size 1024 --num-layers 1 --batch-tokens 64 --micro-batch-size 1 --precision fp32"
+    config = parse_config([*flags.split(), "--validation-fraction", "0", "--data-dir", str(tmp_path)])[0]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="unit-0.bin: 1402 bytes, but manifest.json records 1400"):
+        open_data(config, [], False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    dataset = open_data(config, [], False)[1]
+    with pytest.raises(ShardError, match="unit-0.bin: 1402 bytes, but its index describes 1400"):
+        loader(dataset).read_step(0)
 
 
 def test_shards_outside_the_manifest_are_noted_and_unused(tmp_path):

@@ -10,9 +10,11 @@ import zlib
 import numpy as np
 import pytest
 
+from moh_lm.data import files
 from moh_lm.data.files import json_bytes, read_facts, seal
 from moh_lm.data.reader import verify_shard
 from moh_lm.data.shards import ShardError, ShardWriter, open_shard, open_source, read_manifest, write_manifest
+from moh_lm.data.source import Source
 from tests.data.directories import TOKENIZER, open_sound, part, write
 
 
@@ -230,6 +232,39 @@ def test_a_flipped_bit_in_the_index_is_found_by_file_and_block(large, tmp_path, 
     except ShardError as error:  # in the last entries, which opening compares with the size of .bin
         assert "shard.idx" in str(error) or "shard.bin" in str(error)
         assert position >= 34 + 4 * (len(documents) - 1)
+
+
+@pytest.mark.parametrize("name", ["manifest", "cut", "tokens", "documents"])
+def test_a_read_that_fails_for_seconds_is_made_again(name, tmp_path, monkeypatch, capsys):
+    """The files that are opened first stand for a file system that is away: reading /proc/self/mem there fails."""
+    write(tmp_path / "a" / "unit", [[1, 2, 3]] * 50)
+    manifest = write_manifest(tmp_path)
+    stream = Source("a", open_source(tmp_path, "a", manifest, 0.05), 8).training
+    read = {
+        "manifest": lambda: read_manifest(tmp_path),
+        "cut": lambda: open_source(tmp_path, "a", manifest, 0.3).cuts,
+        "tokens": lambda: stream.read(10, 20).tolist(),
+        "documents": lambda: stream.document_starts(10, 20),
+    }[name]
+    expected, away, pauses = read(), [], []
+    monkeypatch.setattr(
+        files, "open_at_once", lambda path, flags: os.open(away.pop() if away else path, flags)
+    )
+    monkeypatch.setattr(files, "sleep", pauses.append)
+    for failures in (1, 4):
+        away += ["/proc/self/mem"] * failures
+        pauses.clear()
+        assert read() == expected
+        assert pauses == [1, 2, 4, 8][:failures]
+        assert capsys.readouterr().err.count("Input/output error") == 1
+    away += ["/proc/self/mem"] * 5
+    with pytest.raises(ShardError, match="(unit.(bin|idx)|manifest.json): Input/output error$"):
+        read()
+    away += [tmp_path / "absent"]
+    pauses.clear()
+    with pytest.raises(ShardError, match="No such file"):
+        read()
+    assert pauses == []
 
 
 def test_verification_counts_damaged_blocks_and_bytes_read(large, tmp_path):

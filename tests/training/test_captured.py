@@ -105,11 +105,25 @@ def test_a_captured_run_resumes_through_its_warm_ups(data_dir, tmp_path):
 
 def run_captured(flags, stop_after=None):
     """The number of graphs of a run by the stand-in."""
+    return len(graphs_of_run(flags, stop_after))
+
+
+def graphs_of_run(flags, stop_after=None):
     graphs = []
     captured.capture_on_gpu = lambda *given, **named: graphs.append(recorded(*given)) or graphs[-1]
     run_checks.graph_problems = lambda config, on_gpu: []  # this machine shows no GPU
     run([*flags, "--cuda-graph"], stop_after)
-    return len(graphs)
+    return [graph for graph, _ in graphs]
+
+
+def test_no_graph_outlives_its_run(data_dir, tmp_path):
+    """NCCL waits for the graphs that hold its collectives before it closes a group."""
+    flags = arguments(data_dir, tmp_path, "--train-iters", "3", "--dense-warmup-iters", "2", "--eval-interval", "0")
+    assert run_ranks(operations_left, 1, flags) == [[0, 0]]
+
+
+def operations_left(flags):
+    return [len(graph.operations) for graph in graphs_of_run(flags)]
 
 
 def test_a_graph_reads_the_tables_of_its_warm_up(monkeypatch):

@@ -12,7 +12,7 @@ from moh_lm.data.files import read_json, write_json
 from moh_lm.flags import parse_config
 from moh_lm.training.schedule import learning_rate
 from tests.distributed import run_ranks
-from tests.training.runs import arguments, equal, losses, parameters, run
+from tests.training.runs import arguments, equal, events, left_after, losses, parameters, run
 from tools import branch
 from tools.branch import steps_below_the_peak
 
@@ -49,22 +49,39 @@ def test_wsd_is_stable_between_warm_up_and_decay(shape, middle):
 
 
 WSD = "--schedule wsd --warmup-iters 1 --save-interval 1 --eval-interval 0 --log-interval 1".split()
+FIRST, THEN = ("--data-mix", "even=1"), ("--decay-mix", "odd=1")
+FOUR_STEPS = ("--train-iters", "4", "--decay-iters", "2")
 
 
-def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
-    """The stable run is meant for eight steps; its branch at step 2 decays over two, with another mix."""
-    mix = ("--decay-mix", "odd=3", "even=1")
-    whole, stable, made = tmp_path / "whole", tmp_path / "stable", tmp_path / "branch"
-    run_ranks(run, 1, arguments(data_dir, whole, *WSD, *mix, "--train-iters", "4", "--decay-iters", "2"))
-    run_ranks(run, 1, arguments(data_dir, stable, *WSD, "--train-iters", "8", "--decay-iters", "2"), 3)
+@pytest.fixture(scope="module")
+def decayed(data_dir, tmp_path_factory):
+    """The directory of a run of four steps, the last two of which read another source than the first two."""
+    directory = tmp_path_factory.mktemp("decayed")
+    run_ranks(run, 1, arguments(data_dir, directory, *WSD, *FIRST, *THEN, *FOUR_STEPS))
+    return directory
+
+
+@pytest.mark.parametrize("step", [1, 3], ids=["before the decay", "in the decay"])
+def test_a_run_whose_decay_swaps_sources_resumes(step, decayed, data_dir, tmp_path):
+    left_after(step, decayed, tmp_path)
+    run_ranks(run, 1, arguments(data_dir, tmp_path, *WSD, *FIRST, *THEN, *FOUR_STEPS))
+    assert events(tmp_path, "resumed")[-1]["step"] == step
+    assert equal(parameters(tmp_path), parameters(decayed))
+    assert losses(tmp_path) == losses(decayed)
+
+
+def test_a_branch_is_the_run_that_was_to_end_there(decayed, data_dir, tmp_path, capsys):
+    """The stable run is meant for eight steps; its branch at step 2 decays over two, with another source."""
+    stable, made = tmp_path / "stable", tmp_path / "branch"
+    run_ranks(run, 1, arguments(data_dir, stable, *WSD, *FIRST, "--train-iters", "8", "--decay-iters", "2"), 3)
     (made / "checkpoints" / "copy-step-2.tmp").mkdir(parents=True)  # of a command that was killed
     assert branch.main([str(stable), "--at", "2", "--decay-iters", "2", "--output", str(made)]) == 0
     flags = capsys.readouterr().out.splitlines()[-1].split()
     assert flags[0] == "--checkpoint-dir"
-    run_ranks(run, 1, arguments(data_dir, *flags[1:2], *WSD, *mix, *flags[2:]))
-    assert equal(parameters(made), parameters(whole))
-    assert losses(made) == losses(whole)[2:]
-    states = [read_json(directory / "checkpoints" / "step-4" / "state.json") for directory in (made, whole)]
+    run_ranks(run, 1, arguments(data_dir, *flags[1:2], *WSD, *FIRST, *THEN, *flags[2:]))
+    assert equal(parameters(made), parameters(decayed))
+    assert losses(made) == losses(decayed)[2:]
+    states = [read_json(directory / "checkpoints" / "step-4" / "state.json") for directory in (made, decayed)]
     guards = [state["guard"] for state in states]
     assert guards[0] == guards[1] and len(guards[0]["history"]["loss"]) == 2  # a loss of the other mix is no spike
     known = [[row for row in state["alarms"]["history"] if row[0] != "throughput"] for state in states]

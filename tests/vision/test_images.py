@@ -16,7 +16,9 @@ import torch
 from PIL import Image
 
 from moh_lm.config import ConfigError
+from moh_lm.data import files
 from moh_lm.data.files import ShardError
+from moh_lm.vision import images as reading
 from moh_lm.vision.augment import center_crop, mix, normalized, rand_augment, random_crop, random_erasing
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.images import ImagePlace, Images, sample_hash
@@ -311,6 +313,23 @@ def test_images_of_every_mode_keep_their_brightness(mode, tmp_path):
     for channels, shape in ((1, (16, 16)), (3, (16, 16, 3))):
         values = np.asarray(ImagePlace(str(path), "", 0, -1).read(channels))
         assert values.shape == shape and abs(values.astype(int) - expected).max() <= 5, values
+
+
+def test_an_image_that_cannot_be_read_for_a_moment_is_read_again(tmp_path, monkeypatch):
+    path, away, pauses = tmp_path / "a.png", ["/proc/self/mem"], []  # whose first byte cannot be read
+    Image.new("L", (64, 64), 200).save(path)
+
+    def opened(path, mode):
+        return open(away.pop() if away else path, mode)
+
+    monkeypatch.setattr(reading, "open", opened, raising=False)
+    monkeypatch.setattr(files, "sleep", pauses.append)
+    assert np.asarray(ImagePlace(str(path), "", 0, -1).read(1)).mean() == 200
+    assert pauses == [1]
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(ShardError, match="a.png: cannot be read as an image"):
+        ImagePlace(str(path), "", 0, -1).read(1)
+    assert pauses == [1]
 
 
 def test_a_file_that_is_no_image_is_named_in_one_line(tmp_path):
