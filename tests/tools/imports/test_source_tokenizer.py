@@ -15,6 +15,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.exporting import write_checkpoint
 from tests.tools.imports.llamas import make_llama, small_model
+from tools import generate
 from tools.hf.convert import export_check, tiktoken_json
 from tools.hf.convert.source_tokenizer import begin_id, restore, settings_of
 
@@ -93,7 +94,8 @@ def checked(monkeypatch):
     """Exports are compared with transformers as always, but in this process."""
 
     def logits(directory, tokens, tokenizer, begin):
-        export_check.check_tokenizer(directory, tokenizer, *begin)
+        if tokenizer:
+            export_check.check_tokenizer(directory, tokenizer, *begin)
         return export_check.compute_logits(directory, tokens)
 
     monkeypatch.setattr(export_check, "transformers", transformers)
@@ -101,13 +103,15 @@ def checked(monkeypatch):
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_an_import_before_training_begins_texts_as_its_source(begins, imported, tool, checked, tmp_path):
-    """The files are those of Llama 2: both tokenizer.model and tokenizer.json."""
+def test_an_import_before_training_begins_texts_as_its_source(begins, imported, tool, checked, tmp_path, monkeypatch):
+    """The last files but one are those of Llama 2: both tokenizer.model and tokenizer.json."""
+    asked = []
+    monkeypatch.setattr(generate, "write", lambda arguments, model, tokenizer, prompts: asked.extend(prompts))
     make_llama(tmp_path / "hf", vocab_size=278, bos_token_id=1, eos_token_id=2)
     small_model(tmp_path / "hf" / "tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278)
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": begins}
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
-    for made in ("without tokenizer.json", "with it"):
+    for made in ("without tokenizer.json", "with both", "without tokenizer.model"):
         source = AutoTokenizer.from_pretrained(tmp_path / "hf")
         run, output = imported(tmp_path / "hf", output=made), tmp_path / f"{made}, exported"
         code, printed, errors = tool("export_hf", "--checkpoint", run, "--output", output)
@@ -115,8 +119,14 @@ def test_an_import_before_training_begins_texts_as_its_source(begins, imported, 
         ids = AutoTokenizer.from_pretrained(output)("the cat")["input_ids"]
         assert ids == source("the cat")["input_ids"] and (ids[0] == 1) == begins
         assert json.loads((output / "config.json").read_text())["bos_token_id"] == 1
-        assert ("The tokenizer adds only BOS" in (output / "README.md").read_text()) == begins
-        source.save_pretrained(tmp_path / "hf")
+        if made == "without tokenizer.json":
+            assert ("The tokenizer adds only BOS" in (output / "README.md").read_text()) == begins
+            source.save_pretrained(tmp_path / "hf")
+        else:
+            (tmp_path / "hf" / "tokenizer.model").unlink(missing_ok=True)
+        for model in (run, output):
+            assert tool("generate", "--model", model, "--prompt", "the cat", "--max-new-tokens", 2)[0] == 0
+        assert asked[-2:] == [ids, ids]
 
 
 def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
