@@ -15,6 +15,7 @@ from tests.tools.modeling_cases import CASES, GREEDY, GROUPS, OWN_KEYS, make_mod
 from tests.tools.modeling_reference import assert_equals_reference
 
 COUNTED = {"num_key_value_heads": 2, "layer_positions": ["cope", "none"], "cope_max_position": 5}
+LEARNED = {"layer_positions": ["learned"] * 2, "learned_positions": 24}
 
 
 def test_positions_are_counted_only_where_all_scores_are_made():
@@ -27,7 +28,7 @@ def test_positions_are_counted_only_where_all_scores_are_made():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("changes", [*CASES, COUNTED])
+@pytest.mark.parametrize("changes", [*CASES, COUNTED, LEARNED])
 @torch.no_grad()
 def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention):
     model, tokens = make_model(kernels=attention, **changes), random_tokens(2, 12)
