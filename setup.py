@@ -34,7 +34,7 @@ setup(
         ]
     },
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.10",  # earlier ones cannot compile mm with out_dtype, see wide_linear.py
         "deepspeed~=0.19.8",  # its optimizers are read through private attributes, so not any newer series
         "sentencepiece",
         "pyyaml",  # files of --config

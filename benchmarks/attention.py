@@ -235,8 +235,9 @@ def report(title, functions, first, rounds, device):
         try:
             calls = {part: partial(run, function, inputs, part == "both") for part in PARTS}
             clocks |= {(name, part): stopwatch(call, device, f"{title}: {name} {part}") for part, call in calls.items()}
-        except RuntimeError as error:
-            print(f"{title}: {name} does not run here: {str(error).splitlines()[0]}")
+        except Exception as error:  # Triton's are not RuntimeErrors
+            reason = str(error).partition("\n")[0]
+            print(f"{title}: {name} does not run here: {type(error).__name__} {reason}")
     times, found = in_turns(clocks, rounds), {}
     ran = list(dict.fromkeys(name for name, _ in clocks))
     for base in (name for name in first if name in ran):

@@ -24,7 +24,6 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
     options = checked(step_flags, sys.argv[1:])  # before the imports that take seconds
 
-import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -35,7 +34,7 @@ import torch
 
 from benchmarks.attention import budgets
 from benchmarks.flags import MODELS, checked
-from benchmarks.timing import seconds
+from benchmarks.timing import first_graph, seconds
 from moh_lm.build import build_model
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import HeadsConfig, ModelConfig, raise_any
@@ -160,7 +159,7 @@ def make(name, arguments, length, device):
     model = model.to(device=device, dtype=dtype).train()
     if "captured" in ways:
         rows = [block.rows for block in modules_of(model)]
-        model.use_captured(CapturedMicroBatch(model, lambda: rows, device, pool(), together=list))
+        model.use_captured(CapturedMicroBatch(model, lambda: rows, device, first_graph().pool(), list))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
 
     def step(tokens):
@@ -171,12 +170,6 @@ def make(name, arguments, length, device):
         return loss.detach()
 
     return step, flops_per_token(config, length)
-
-
-@functools.cache
-def pool():
-    """Return the memory that all captured steps share, since no two of them run at once."""
-    return torch.cuda.graph_pool_handle()
 
 
 def drawn(config, device, **settings):

@@ -3,6 +3,7 @@
 A GPU may replay the work from a CUDA graph, so that small kernels do not wait for Python.
 """
 
+import functools
 import time
 from statistics import median
 
@@ -28,7 +29,7 @@ def stopwatch(function, device, name):
     if device.type == "cpu":
         return lambda: seconds(function, device)
     try:
-        replay = recorded(function).replay
+        replay = recorded(function, first_graph().pool()).replay
     except Waits:
         print(f"{name}: waits for the GPU, so it has no CUDA graph; all its times are of eager calls")
         replay = function
@@ -67,17 +68,27 @@ def seconds(function, device, repeats=10):
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def recorded(function):
+def recorded(function, pool=None):
     """Return a CUDA graph of a call. ``function`` runs twice before: kernels are compiled and chosen then, and a wait
-    raises ``Waits`` outside of a capture, since torch before 2.13 does not recover from a failed one."""
+    raises ``Waits`` outside of a capture, since torch before 2.13 does not recover from a failed one. pool: see
+    ``capture_on_gpu``."""
 
     def warm_up():
         function()
         without_waiting(function)
 
-    graph, _ = capture_on_gpu(function, warm_up)
+    graph, _ = capture_on_gpu(function, warm_up, pool)
     graph.replay()  # the first replay is slower
     return graph
+
+
+@functools.cache
+def first_graph():
+    """Return a small graph whose memory all graphs share that are replayed one at a time for their times.
+
+    It is never freed, because torch fails to capture into the pool of graphs that are all gone.
+    """
+    return capture_on_gpu(functools.partial(torch.zeros, 1, device="cuda"))[0]
 
 
 def without_waiting(function):

@@ -26,6 +26,9 @@ class Recording(TorchDispatchMode):
                     elif isinstance(new, torch.Tensor) and kept.data_ptr() != new.data_ptr():
                         kept.detach().copy_(new)
 
+    def reset(self):
+        self.operations.clear()
+
 
 def recorded(function, warm_up=None, pool=None):
     """What ``capture_on_gpu`` returns."""

@@ -54,21 +54,16 @@ def apply_window(documents, window, x, masked):
     length, batch = x.shape[:2]
     if not 0 < window < length:
         return documents
-    make = sliding.__wrapped__ if in_graph() else sliding
-    starts, ends, mask = make(window, length, x.device, masked and documents is None)
+    make = sliding.__wrapped__ if torch.compiler.is_compiling() else sliding
+    room = 1 << (length - 1).bit_length()  # so that all lengths share a few masks
+    starts, ends, mask = make(window, room, x.device, masked and documents is None).first(length)
     if documents is None:
         return AttentionMask(starts.expand(batch, -1), ends.expand(batch, -1), mask)
     starts, ends = torch.maximum(starts, documents.starts), torch.minimum(ends, documents.ends)
     return AttentionMask(starts, ends, document_mask(starts) if masked else None)
 
 
-def in_graph():
-    """Return whether torch.compile or a CUDA graph records what is computed now. A graph makes its own
-    tables, because those of a cache may be freed before the graph is."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
-@functools.lru_cache(maxsize=4)
+@functools.cache  # a CUDA graph may read any of them later
 def sliding(window, length, device, masked):
     """Return the ``AttentionMask`` of a window in one sequence."""
     token = torch.arange(length, dtype=torch.int32, device=device)[None]

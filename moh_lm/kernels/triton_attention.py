@@ -109,7 +109,8 @@ class Take(torch.autograd.Function):
     def backward(ctx, *gradients):
         whole = gradients[3:]
         for part, gradient in zip(gradients[:3], whole, strict=True):
-            gradient[:, :, : part.shape[2]] = part
+            # ``data``: torch.compile traces this with outputs as gradients, which may be views of one product
+            gradient.data[:, :, : part.shape[2]] = part
         return *whole, None, None
 
 

@@ -6,8 +6,8 @@
     weights     dW, the sum of these parts in a fixed order
 
 They compute what moh_lm/model/router.py, gates.py and balance.py explain. Nothing waits for the device, no shape
-depends on the routing, and nothing is added atomically, so that every run gives the same bits. Products of bf16 are
-exact and summed in fp32; backward, the fp32 gradient of a score goes as two bf16 numbers, as in wide_linear.py.
+depends on the routing, and nothing is added atomically, so that every run gives the same bits. Products of bf16 or fp16
+are exact and summed in fp32; backward, the fp32 gradient of a score goes as two such numbers, as in wide_linear.py.
 
 Shapes: s sequence, b batch, d channels that the router reads, h heads, R rows of the weights.
 """
@@ -23,7 +23,8 @@ from moh_lm.kernels.triton_router_kernels import backward_kernel, finish_kernel,
 FORWARD = dict(BT=64, BK=64, num_warps=4, num_stages=4)  # tokens of a block, channels of a step
 BACKWARD = dict(BT=64, BD=64, num_warps=4, num_stages=2)  # tokens of a block, channels of a program
 MANY_SCORES = BACKWARD | dict(BT=32, num_warps=8)  # for 64 or more scores per token: registers would not suffice
-WIDE_SCORES = 256  # bytes of a token's scores, in the dtype of x, from which shared memory would not suffice either
+# Scores per token, by bytes of a number of x, from which shared memory, or registers in fp32, would not suffice either.
+WIDE_SCORES = {2: 128, 4: 32, 8: 32}
 FORWARD_WIDE = dict(BT=32, BK=64, num_warps=8, num_stages=2)
 BACKWARD_WIDE = dict(BT=32, BD=32, num_warps=8, num_stages=1)
 PARTS = 64  # largest number of parts of dW
@@ -42,11 +43,11 @@ def constants(form, numbers, dtype):
 
 
 def forward_tiles(of, dtype):
-    return FORWARD_WIDE if of["RP"] * dtype.itemsize >= WIDE_SCORES else FORWARD
+    return FORWARD_WIDE if of["RP"] >= WIDE_SCORES[dtype.itemsize] else FORWARD
 
 
 def backward_tiles(of, dtype):
-    if of["RP"] * dtype.itemsize >= WIDE_SCORES:
+    if of["RP"] >= WIDE_SCORES[dtype.itemsize]:
         return BACKWARD_WIDE
     return MANY_SCORES if of["RP"] >= 64 else BACKWARD
 
@@ -148,7 +149,7 @@ def differentiate(
     with torch.cuda.device_of(x):
         backward_kernel[(len(sums), triton.cdiv(d, chosen["BD"]))](
             x, *pointers(w_shared, w_routed, w_type), selection, scores, slope, dgates, dloss, dx, sums, x.stride(0),
-            x.stride(1), dgates.stride(0), dgates.stride(1), *x.shape, tiles, SPLIT=x.dtype == torch.bfloat16, **of,
+            x.stride(1), dgates.stride(0), dgates.stride(1), *x.shape, tiles, SPLIT=x.dtype.itemsize == 2, **of,
             **chosen,
         )  # fmt: skip
         weights_kernel[(triton.cdiv(rows * d, 1024),)](sums, dweights, len(sums), rows * d, BLOCK=1024)

@@ -228,8 +228,8 @@ def backward_kernel(
         dz = differentiate_gates(z, on, dg, dp, shared, routed, types, NS, E, TWO, FORM)
         dz = tl.reshape(tl.where(here & (shared | routed | types), dz, 0.0), [BT, RP])
         if SPLIT:
-            high = dz.to(tl.bfloat16)
-            low = (dz - high.to(tl.float32)).to(tl.bfloat16)
+            high = dz.to(w.dtype)
+            low = (dz - high.to(tl.float32)).to(w.dtype)
             of_x = tl.dot(low, w, tl.dot(high, w))
             acc = tl.dot(tl.trans(low), tile_x, tl.dot(tl.trans(high), tile_x, acc))
         else:

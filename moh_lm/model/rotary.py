@@ -103,15 +103,15 @@ def magnitude(rotary):
 
 def rotary_table(seq_length, rotary, dtype, device):
     """Return cos and sin of the angles, each [s, 1, 1, e]. Angles are fp32 or wider; the two halves of e are equal."""
-    in_graph = torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    make = kept_table.__wrapped__ if in_graph else kept_table  # which may be freed before the graph is
-    return make(seq_length, rotary, dtype, device)
+    make = kept_table.__wrapped__ if torch.compiler.is_compiling() else kept_table
+    room = 1 << (seq_length - 1).bit_length()  # so that all lengths share a few tables
+    return [part[:seq_length] for part in make(room, rotary, dtype, device)]
 
 
-@functools.lru_cache(maxsize=8)
-def kept_table(seq_length, rotary, dtype, device):
+@functools.cache  # a CUDA graph may read any of them later
+def kept_table(room, rotary, dtype, device):
     wide = torch.promote_types(dtype, torch.float32)
-    position = torch.arange(seq_length, dtype=wide, device=device)
+    position = torch.arange(room, dtype=wide, device=device)
     angle = torch.outer(position, inverse_frequencies(rotary, wide, device)).repeat(1, 2)[:, None, None]
     return (angle.cos() * magnitude(rotary)).to(dtype), (angle.sin() * magnitude(rotary)).to(dtype)
 

@@ -263,7 +263,8 @@ class HeadRouter(Gates):
     def previous_share(self, inputs, like):
         """Return f of Eq. 7 where it is that of the whole previous step, [E]; else None."""
         if self.scope == "global_batch" and inputs.previous_share is None:
-            return like.new_full((self.layer.num_routed,), self.layer.uniform_load)
+            wide = torch.promote_types(like.dtype, torch.float32)
+            return like.new_full((self.layer.num_routed,), self.layer.uniform_load, dtype=wide)
         return inputs.previous_share if self.scope == "global_batch" else None
 
     def move_bias(self, counts):

@@ -54,7 +54,8 @@ def triton_differentiate(z, labels, partition, group, z_loss, count):
     labels, first = labels.contiguous(), partition.ranges[0][0]
     settings = dict(WIDE=tl.float64 if wide == torch.float64 else tl.float32, COLUMNS=COLUMNS, **OPTIONS)
     stats = torch.empty((3, tokens), dtype=wide, device=z.device)
-    stats_kernel[(tokens,)](z, labels, stats, z.stride(0), width, first, partition.padding, tokens, **settings)
+    with torch.cuda.device_of(z):  # Triton launches on the current device
+        stats_kernel[(tokens,)](z, labels, stats, z.stride(0), width, first, partition.padding, tokens, **settings)
     top, total, label_logit = stats
     if group is not None:
         own = top.clone()
@@ -64,9 +65,10 @@ def triton_differentiate(z, labels, partition, group, z_loss, count):
     logsumexp = total.log() + top
     if count is not None:
         grid = (tokens, triton.cdiv(width, COLUMNS))
-        gradient_kernel[grid](
-            z, labels, logsumexp, z.stride(0), width, first, 1 / count, z_loss, IGNORED=IGNORED, **settings
-        )
+        with torch.cuda.device_of(z):
+            gradient_kernel[grid](
+                z, labels, logsumexp, z.stride(0), width, first, 1 / count, z_loss, IGNORED=IGNORED, **settings
+            )
     return (logsumexp - label_logit).masked_fill(labels == IGNORED, 0), logsumexp
 
 

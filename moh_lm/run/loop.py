@@ -33,6 +33,7 @@ from moh_lm.training.incidents import report
 from moh_lm.training.schedule import learning_rate
 
 START = 300  # seconds for imports, for building the engine, and for compiling kernels, besides --hang-timeout
+REPORT = 3600  # seconds for the report of the run, for which all ranks wait, besides --hang-timeout
 
 
 def run_steps(task, config, dataset, device, stop, watchdog):
@@ -191,6 +192,8 @@ class Run:
             self.saver.collect()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
             self.event_log.add("failed", state.step)  # printed when the rank ends
+            self.watchdog.progress(seconds=REPORT)
+            self.watchdog.limit_groups(REPORT)
             on_rank_zero(self.report)  # the others wait, because a rank that had left would be named as the cause
             raise BadNumbers(text) from error
         self.accumulator.add(result, data_seconds, self.engine.tokens, bad_sources, self.timer.take())
@@ -227,8 +230,10 @@ class Run:
         """Wait until everything is written, and record how the run ended."""
         self.profile.close()
         self.saver.close()
+        self.watchdog.limit_groups(self.after_save.patience + REPORT)  # as they exit, the others wait for rank 0
         self.after_save.close(self.watchdog.progress)
         self.loader.close()
+        self.engine.close()
         if self.log:
             self.log.close()
         step, run = self.state.step, self.config.run

@@ -17,11 +17,12 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, save_config
+from moh_lm.kernels.measured import machine
 from moh_lm.monitor.console import styled
 from moh_lm.run.loop import run_steps
 from moh_lm.run.resume import contradictions, refuse_resume, with_model_of_run
 from moh_lm.supervise.errors import report_errors, report_to_torchrun
-from moh_lm.supervise.processes import exit_process, refuse_foreign_launcher, start_process_group
+from moh_lm.supervise.processes import exit_process, log_rank0, refuse_foreign_launcher, start_process_group
 from moh_lm.supervise.rendezvous import RendezvousError, refuse
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
 from moh_lm.supervise.stop import INTERRUPTED, StopRequest
@@ -96,6 +97,7 @@ def describe(task, given, config, dataset, world_size):
 
 def train(task, config, dataset, device):
     """Run the training under a watchdog. Returns False if it was asked to stop before its last step."""
+    log_rank0(f"device     {device.type}: {machine(device)}")
     stop = StopRequest(config.reliability.exit_after, config.program)
     watchdog = Watchdog(config.reliability.hang_timeout, config.program)
     try:

@@ -49,33 +49,35 @@ class LivenessCheck:
                     return
                 self.waiting.set(f"{call}/{self.rank}", "here")
 
-    def unresponsive(self, seconds):
+    def unresponsive(self, seconds, known=()):
         """Return a text that names the ranks that do not answer within ``seconds``, "" if there are none or if this
-        kind of rendezvous cannot tell, or UNKNOWN if the store answers, but not in time."""
+        kind of rendezvous cannot tell, or UNKNOWN if the store answers, but not in time. known: ranks not to name."""
         if self.calling is None or len(self.hosts) == 1:
             return ""
         found = within(seconds + 1, lambda: self.find(seconds))
         if found is not None:
-            return found
-        answers = within(seconds, lambda: connect(self.name).store.num_keys()) is not None
-        return UNKNOWN if answers else f"no answer from the machine of rank 0 ({self.hosts[0]})"
+            missing = [rank for rank in found if rank not in known]
+            return f"no answer from {describe(missing, self.hosts)}" if missing else ""
+        if within(seconds, lambda: connect(self.name).store.num_keys()) is not None:
+            return UNKNOWN
+        return "" if 0 in known else f"no answer from the machine of rank 0 ({self.hosts[0]})"
 
     def find(self, seconds):
-        """Call all ranks, or wait for the finding of the rank that is already calling them."""
+        """Call all ranks, or wait for what the rank that is already calling them finds. Returns the missing ones."""
         call, me = self.calling.read("ended") or "0", str(self.rank)
         if self.calling.set_if_absent(f"caller {call}", me) == me:
             found = self.call(f"call {call}", seconds)
-            self.calling.set(f"found {call}", found)
+            self.calling.set(f"found {call}", " ".join(map(str, found)))
             if not found:
                 self.calling.set("ended", str(int(call) + 1))
             return found
         self.calling.store.wait([f"found {call}"], timedelta(seconds=seconds + 1))
         while (found := self.calling.read(f"found {call}")) is None:  # a stranger wrote this key first
             time.sleep(0.1)
-        return found
+        return list(map(int, found.split()))
 
     def call(self, call, seconds):
-        """Call all ranks, and return the text that names those that do not answer."""
+        """Call all ranks, and return those that do not answer."""
         for rank in range(len(self.hosts)):
             self.summon(rank, call)
         deadline = time.monotonic() + seconds
@@ -83,7 +85,7 @@ class LivenessCheck:
         while missing and time.monotonic() < deadline:
             time.sleep(0.5)  # the other ranks of a hang ask meanwhile
             missing = [rank for rank in missing if self.calling.read(f"{call}/{rank}") is None]
-        return f"no answer from {describe(missing, self.hosts)}" if missing else ""
+        return missing
 
     def summon(self, rank, call):
         number = self.calling.store.add(f"{rank} was called", 1)

@@ -1,6 +1,7 @@
 """The ranks on this machine: their processes, and whether these are alive."""
 
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -42,7 +43,18 @@ def local_ranks(ranks):
 
 def process_state(pid):
     """Return the letter in /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not collected; X if gone."""
+    return process_fields(pid)[0]
+
+
+def was_aborted(pid):
+    """Return whether SIGABRT ended the process; that cannot be known once its launcher has collected it."""
+    state, *_, code = process_fields(pid)
+    return state == "Z" and int(code) & 0x7F == signal.SIGABRT
+
+
+def process_fields(pid):
+    """Return the fields of /proc/PID/stat from its state to its exit code, or ["X", 0] if the process is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return "X"
+        return ["X", 0]

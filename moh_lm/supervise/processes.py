@@ -1,10 +1,13 @@
 """One process of a run, a rank: how it joins the others, what it prints, and how it exits."""
 
+import glob
 import os
+import re
 import socket
 import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,9 @@ from moh_lm.supervise.rendezvous import RENDEZVOUS_TIMEOUT_S, RendezvousError, r
 from moh_lm.supervise.secret import SECRET, refuse_strangers
 from moh_lm.training.deepspeed import start
 from moh_lm.training.deepspeed.process_groups import set_timeout
+
+DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA, where it is loaded
+GPUS = "/dev/nvidia[0-9]*"  # those that this process may use: a container can be without
 
 
 def refuse_foreign_launcher():
@@ -34,7 +40,8 @@ def refuse_foreign_launcher():
 def start_process_group(timeout):
     """Join the other ranks, with NCCL on GPUs or gloo elsewhere, and return this rank's device. timeout: seconds.
 
-    Raises ConfigError if there is no GPU for this rank, or RendezvousError if it does not reach the others.
+    Raises ConfigError if there is no GPU for this rank, or RendezvousError if it does not reach the others, or if only
+    some of them have a GPU.
     """
     if "RANK" not in os.environ:  # started without a launcher: one rank
         with socket.socket() as probe:
@@ -48,7 +55,7 @@ def start_process_group(timeout):
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         stay_on_loopback()
-        join(backend, min(timeout, RENDEZVOUS_TIMEOUT_S))
+        join(device, backend, min(timeout, RENDEZVOUS_TIMEOUT_S))
         set_timeout(dist.group.WORLD, timeout)
     start.init_distributed(backend, timeout)
     return device
@@ -58,19 +65,33 @@ def own_device():
     """Return this rank's device, after making it the current one. Raises ConfigError if there is no GPU for it."""
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), start.visible_gpus()
     if gpus is None:
+        refuse_useless_gpu()
         keep_freed_memory()
         return torch.device("cpu")
     if local_rank >= gpus:
-        problem = f"LOCAL_RANK {local_rank}: GPUs that this process sees: {gpus}; start one rank for each"
+        shared = "make all GPUs of the node visible to each task (Slurm's --gpus-per-node), or " if gpus == 1 else ""
+        problem = f"LOCAL_RANK {local_rank}: GPUs that this process sees: {gpus}; {shared}start one rank for each"
         raise ConfigError([problem], local_rank=gpus)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def join(backend, seconds):
+def refuse_useless_gpu():
+    """Raise ConfigError if torch finds no GPU beside NVIDIA's driver, unless the environment asks for CPUs."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if hidden or os.environ.get("DS_ACCELERATOR") == "cpu" or not (DRIVER.exists() and glob.glob(GPUS)):
+        return
+    version = re.search(r"\d+\.[\d.]*\d|$", DRIVER.read_text())[0]
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    remedy = "update the driver, install the torch build for it, or set DS_ACCELERATOR=cpu to train on the CPU"
+    problem = f"this machine has NVIDIA's driver {version}, but torch {torch.__version__}, built {built}, finds no GPU"
+    raise ConfigError([f"{problem}; {remedy}"])
+
+
+def join(device, backend, seconds):
     """Open the process group of all ranks, which may take up to ``seconds``. Raises RendezvousError."""
-    store, rank, world_size = rendezvous_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, rank, world_size = rendezvous_store(backend), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=seconds)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
@@ -78,7 +99,7 @@ def join(backend, seconds):
         problem = f"rank {rank} cannot reach the others ({str(error).splitlines()[0]})"
         remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/parallelism.md)"
         raise RendezvousError([f"{problem}; {remedy}"]) from error
-    if strangers := refuse_strangers(own_device()):
+    if strangers := refuse_strangers(device):
         shown = ", ".join(map(str, strangers))
         problem = f"these ranks have another one, or do not belong to the run: {shown}; give all ranks the same"
         raise RendezvousError([f"{SECRET}: {problem}"])

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moh_lm.config import ConfigError
+from moh_lm.supervise.liveness import describe
 from moh_lm.supervise.secret import SECRET, SignedStore
 
 RENDEZVOUS_TIMEOUT_S = 600  # for all ranks to arrive
@@ -27,35 +28,45 @@ class RendezvousError(ConfigError):
     """Not all ranks have met. The others know this already, or cannot be told."""
 
 
-def rendezvous_store():
-    """Return the store of this start, once all ranks have arrived in it. Raises RendezvousError."""
+def rendezvous_store(backend):
+    """Return the store of this start, once all ranks have arrived in it. backend: this rank's, "nccl" or "gloo".
+
+    Raises RendezvousError, on all ranks if only some of them have a GPU.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     meeting = open_store(RENDEZVOUS_TIMEOUT_S)
-    store, here = meeting.store, f"{socket.gethostname()}, start {os.urandom(8).hex()}"
-    if meeting.set_if_absent(f"rank {rank}", here) != here and "TORCHELASTIC_RUN_ID" not in os.environ:  # it restarts
-        raise RendezvousError([f"{place}: the ranks of another run meet there; {PORT_REMEDY}"])
+    store, here = meeting.store, f"{socket.gethostname()}, {backend}, start {os.urandom(8).hex()}"
+    if meeting.set_if_absent(f"rank {rank}", here) != here:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise RendezvousError([f"{place}: the ranks of another run meet there; {PORT_REMEDY}"])
+        meeting.set(f"rank {rank}", here)  # torchrun restarts
     store.add("ranks", 1)
-    while store.add("ranks", 0) < world_size or absent_ranks(meeting, world_size):
+    while store.add("ranks", 0) < world_size or None in (arrived := introductions(meeting, world_size)):
         if refusal := meeting.read("refused"):
             wait_for_listeners(store)
             raise RendezvousError([f"{refusal} cannot start and prints the reason; the other ranks end"])
         if time.monotonic() > deadline:
-            absent = absent_ranks(meeting, world_size)
+            absent = [str(rank) for rank, text in enumerate(introductions(meeting, world_size)) if text is None]
             who = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:8])}{', ...' * (len(absent) > 8)}"
             missing = f"{len(absent)} of {world_size} ranks ({who}) have not arrived within {RENDEZVOUS_TIMEOUT_S} s"
             other = f", or have another {SECRET}" if os.environ.get(SECRET) else ""
             raise RendezvousError([f"{place}: {missing}{other}; {ASK}"])
         time.sleep(0.1)
+    hosts, backends, _ = zip(*(text.split(", ") for text in arrived), strict=True)
+    without = [rank for rank, one in enumerate(backends) if one == "gloo"]
+    if 0 < len(without) < world_size:
+        wait_for_listeners(store)
+        remedy = "repair these machines, leave them out, or set DS_ACCELERATOR=cpu on all"
+        raise RendezvousError([f"{describe(without, hosts)}: no GPU there, but other ranks have one; {remedy}"])
     return store
 
 
-def absent_ranks(meeting, world_size):
-    """Return the numbers, as texts, of ranks that have not arrived. A stranger can change the count, but cannot claim
-    that a rank arrived."""
-    found = meeting.read_all([f"rank {number}" for number in range(world_size)])
-    return [str(number) for number, text in enumerate(found) if text is None]
+def introductions(meeting, world_size):
+    """Return "HOST, BACKEND, START" of each rank, None for those that have not arrived. A stranger can change the
+    count, but cannot claim that a rank arrived."""
+    return meeting.read_all([f"rank {number}" for number in range(world_size)])
 
 
 def on_one_machine():

@@ -21,7 +21,7 @@ import time
 import torch.distributed as dist
 
 from moh_lm.supervise.liveness import UNKNOWN, LivenessCheck
-from moh_lm.supervise.local_ranks import introduce, local_ranks, process_state
+from moh_lm.supervise.local_ranks import introduce, local_ranks, process_state, was_aborted
 from moh_lm.supervise.stuck_launcher import end_stuck_launcher
 from moh_lm.training.deepspeed.process_groups import open_groups, set_timeout
 
@@ -45,6 +45,7 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
         ranks = introduce()
         self.local_ranks = local_ranks(ranks)
+        self.aborted = set()  # local ranks that were seen to have ended by SIGABRT
         self.liveness = LivenessCheck(ranks[0].started, [rank.host for rank in ranks])
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
@@ -53,10 +54,11 @@ class Watchdog:
         """Report progress; long operations do so after each part. ``seconds`` are allowed in addition to the limit."""
         self.last = time.monotonic() + seconds
 
-    def limit_groups(self):
-        """Give every open process group the time-out; groups that are made later have their own."""
+    def limit_groups(self, seconds=0):
+        """Give every open process group the time-out, and ``seconds`` more; groups that are made later have their
+        own."""
         for group in open_groups():
-            set_timeout(group, self.timeout + MARGIN_S)
+            set_timeout(group, self.timeout + MARGIN_S + seconds)
 
     def stop(self):
         self.liveness.end()
@@ -72,7 +74,7 @@ class Watchdog:
             dead = self.dead()
             missed = (missed or now) if dead else None
             if missed and now - missed > GRACE_S:
-                self.abort(f"{dead} died", wait=0)
+                self.abort(self.lost(dead), wait=0)
             if now - self.last > self.timeout:
                 idle = f"no progress for {now - self.last:.0f} s (--hang-timeout {self.timeout})"
                 found = self.stopped() or self.liveness.unresponsive(GRACE_S)
@@ -84,9 +86,20 @@ class Watchdog:
         faulthandler.dump_traceback_later(self.timeout + 2 * GRACE_S, exit=True, file=sys.__stderr__)
 
     def dead(self):
-        """Return the names of local ranks whose processes are dead."""
-        gone = [(rank, pid) for rank, pid in self.local_ranks.items() if process_state(pid) in "ZX"]
-        return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
+        """Return {rank: process id} of local ranks whose processes are dead."""
+        dead = {rank: pid for rank, pid in self.local_ranks.items() if process_state(pid) in "ZX"}
+        self.aborted.update(rank for rank, pid in dead.items() if was_aborted(pid))
+        return dead
+
+    def lost(self, dead):
+        """Return a text that names the ranks that do not answer, and then the ``dead`` local ones, because a lost
+        machine makes NCCL abort the ranks of others. It is "" if none are known."""
+        found = ""
+        if not dead or len(self.local_ranks) + 1 < len(self.liveness.hosts):
+            found = self.liveness.unresponsive(GRACE_S, known=dead)
+        fates = dict.fromkeys(self.aborted, "aborted, as by NCCL when communication fails")
+        ended = [f"rank {rank} (process {pid}) {fates.get(rank, 'died')}" for rank, pid in dead.items()]
+        return "; ".join(filter(None, [found, *ended]))
 
     def report_unresponsive(self):
         """After an error: print which ranks died or do not answer; returns whether any are known.
@@ -98,7 +111,7 @@ class Watchdog:
             if dead:
                 break
             time.sleep(0.5)
-        found = f"{dead} died" if dead else self.liveness.unresponsive(GRACE_S)
+        found = self.lost(dead)
         if found:
             print(f"{self.program}: {found}; rank {self.rank} cannot continue", file=sys.stderr, flush=True)
             end_stuck_launcher()

@@ -49,6 +49,13 @@ class CapturedMicroBatch:
         self.weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.kind = self.inputs = self.graph = self.outputs = self.differences = None
 
+    def close(self):
+        """Destroy the graph: NCCL waits for every graph with its collectives before it closes a process group."""
+        if self.graph:
+            torch.get_device_module(self.device).synchronize()
+            self.graph.reset()
+        self.kind = self.inputs = self.graph = self.outputs = None
+
     def __call__(self, tokens, labels):
         given = tokens, labels, *self.model.batch.following()
         kind = self.model.batch.kind(), [None if tensor is None else tensor.shape for tensor in given]
@@ -62,7 +69,7 @@ class CapturedMicroBatch:
 
     def record(self, given):
         """Capture a micro-batch like the ``given`` tensors. Raises ``Differs`` on all ranks if a replay is wrong."""
-        self.kind = self.graph = self.outputs = None  # the memory of an older graph is free for the next one
+        self.close()  # the memory of an older graph is free for the next one
         self.inputs = [None if tensor is None else tensor.to(self.device, copy=True) for tensor in given]
         tokens, others = self.inputs[0], self.inputs[0].roll(1, 1)  # a graph that kept its first tokens would differ
         kept = tokens.clone()

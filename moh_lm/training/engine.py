@@ -6,7 +6,6 @@ position in the data are the caller's: DeepSpeed's own counters drift when a ste
 Shapes: b batch, E routed experts of a layer, heads or key/value groups.
 """
 
-import functools
 import time
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from moh_lm.training.deepspeed.shards import is_tied_copy
 from moh_lm.training.frozen import FrozenWeights
 from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard, largest
 from moh_lm.training.parameter_groups import make_optimizer
-from moh_lm.training.replicas import replica_differences
+from moh_lm.training.replicas import Replicas
 from moh_lm.training.step_check import StepCheck
 from moh_lm.training.step_sums import RouterSums, StepSums
 
@@ -124,14 +123,8 @@ class Engine:
         if self.config.optimizer.optimizer == "muon":
             self.optimizer.distribute(self.named_parameters(), self.config, self.groups, self.device)
         self.optimizer.share_gradients(parameters, tied, self.groups, self.device)
-        self.compare_replicas = functools.partial(
-            replica_differences,
-            list(self.named_parameters()),
-            tied,
-            list(self.named_biases()),
-            self.config.parallel,
-            self.groups,
-        )
+        named, biases = list(self.named_parameters()), list(self.named_biases())
+        self.replicas = Replicas(named, tied, biases, self.config.parallel, self.groups)
 
     def begin(self, step):
         """Prepare for the iteration after ``step`` complete ones: a dense warm-up turns all heads on, and a warm-up of
@@ -158,8 +151,8 @@ class Engine:
         scale = self.config.optimizer.router_learning_rate_scale
         self.optimizer.set_learning_rates(learning_rate, 0.0 if self.dense_warmup else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
-        compare = self.compare_replicas if check_replicas else None
-        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight, compare, flags)
+        replicas = self.replicas if check_replicas else None
+        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight, replicas, flags)
         self.step(self.own_part(micro_batches))
         stats = self.step_check.result()
         skipped = self.guard.skips(stats.code)
@@ -185,7 +178,7 @@ class Engine:
         if out_of_range:
             more = [f"and {len(out_of_range) - 3} more"] if len(out_of_range) > 3 else []
             raise BadNumbers("; ".join(out_of_range[:3] + more))
-        lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
+        lasting = problems_of_all_ranks(self.replicas.differences()) if code == DIVERGENCE else []
         if lasting:
             raise BadNumbers(f"{'; '.join(lasting)}; rewriting the weights from their fp32 masters did not help")
 
@@ -220,6 +213,9 @@ class Engine:
 
     def after_step(self, skipped):
         """Do what follows a step."""
+
+    def close(self):
+        """Free what the process groups wait for when they are closed."""
 
     def state(self):
         """Return the engine's state besides weights, moments and routers, as a JSON-able object."""

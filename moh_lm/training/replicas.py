@@ -11,30 +11,42 @@ takes about a thousandth of its time on a CPU. A bias has no master: if ranks di
 import torch
 import torch.distributed as dist
 
+from moh_lm.parallel.groups import group_size
 from moh_lm.training.deepspeed.shards import local_slice
 
 
-def replica_differences(named_parameters, tied, biases, parallel, groups):
-    """Return sentences for the weights that differ between ranks of this rank's groups.
+class Replicas:
+    """The weights of this rank that others also hold; all ranks call its methods together.
 
     tied: (name, parameter, group of stages) of weights with a copy in another stage. biases: (name, counts) of routers.
     """
-    named = list(named_parameters)
-    replicated = [(name, parameter) for name, parameter in named if parameter.tensor_partition is None]
-    if parallel.zero_stage == 3:  # this rank keeps a slice of each weight, the same slice as all tensor-parallel ranks
-        slices = [(name, local_slice(parameter)) for name, parameter in replicated]
-        return [*differences(biases, groups.data), *differences([*slices, *biases], groups.tensor)]
-    found = [*differences([*named, *biases], groups.data), *differences([*replicated, *biases], groups.tensor)]
-    for name, parameter, group in tied:
-        found += differences([(name, parameter)], group)
-    return found
+
+    def __init__(self, named_parameters, tied, biases, parallel, groups):
+        replicated = [(name, parameter) for name, parameter in named_parameters if parameter.tensor_partition is None]
+        # under ZeRO-3 a rank keeps a slice of each weight, the same slice as all tensor-parallel ranks
+        by_data = biases if parallel.zero_stage == 3 else [*named_parameters, *biases]
+        shared = [(by_data, groups.data), ([*replicated, *biases], groups.tensor)]
+        shared += [([(name, parameter)], group) for name, parameter, group in tied]
+        self.shared = [(named, group) for named, group in shared if named and group_size(group) > 1]
+
+    def differ(self):
+        """Return for each group whether any copy differs, bool [], without waiting for the device."""
+        found = []
+        for named, group in self.shared:
+            sums = bit_sums(named)
+            extremes = torch.stack((sums, ~sums))  # the largest complement is that of the smallest sum
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+            found.append((extremes[0] != ~extremes[1]).any())
+        return found
+
+    def differences(self):
+        """Return sentences for the weights that differ from what most ranks of a group hold."""
+        return [sentence for named, group in self.shared for sentence in differences(named, group)]
 
 
 def differences(named, group):
     """Return sentences for the parameters in ``named`` that differ from what most ranks of ``group`` hold."""
-    if group is None or dist.get_world_size(group) == 1 or not named:
-        return []
-    mine = torch.stack([bit_sum(parameter.detach()) for _, parameter in named])  # [parameters] int64
+    mine = bit_sums(named)
     sums = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sums, mine, group=group)
     table = torch.stack(sums)  # [ranks, parameters]
@@ -46,6 +58,12 @@ def differences(named, group):
         f"rank {ranks[row]} holds another {named[column][0]} than rank {ranks[int(odd[:, column].int().argmin())]}"
         for row, column in odd.nonzero().tolist()
     ]
+
+
+def bit_sums(named):
+    """Return the ``bit_sum`` of what this rank holds of each parameter in ``named``, int64 [parameters]."""
+    held = [(local_slice(parameter), parameter.detach()) for _, parameter in named]
+    return torch.stack([bit_sum(whole if part is None else part) for part, whole in held])
 
 
 def bit_sum(tensor):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.model.balance import MicroBatchParts
-from moh_lm.parallel.consensus import set_on_any_rank
 from moh_lm.training.guard import DIVERGENCE, OUT_OF_RANGE
 
 
@@ -40,15 +39,15 @@ class StepCheck:
     """The check of one step; all ranks decide together.
 
     sums: ``StepSums`` of the step. guard: ``Guard`` of the run. largest_weight: returns the largest magnitude, [], of
-    this rank's master and frozen weights. compare_replicas: returns sentences for weights that differ between ranks;
-    None to skip this. flags: returns bools that the ranks exchange with the norm.
+    this rank's master and frozen weights. replicas: ``Replicas`` to compare; None to skip this. flags: returns bools
+    that the ranks exchange with the norm.
     """
 
-    def __init__(self, sums, guard, largest_weight, compare_replicas=None, flags=tuple):
+    def __init__(self, sums, guard, largest_weight, replicas=None, flags=tuple):
         self.sums = sums
         self.guard = guard
         self.largest_weight = largest_weight
-        self.compare_replicas = compare_replicas
+        self.replicas = replicas
         self.flags = flags
         self.gradient_not_finite = MicroBatchParts()  # bool [b] for each micro-batch
         self.stats = None
@@ -70,21 +69,19 @@ class StepCheck:
         sums = self.sums.reduce().sum(0)
         norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in copies]
         of_rank = [sums[0], norm, torch.stack(norms).max() if norms else norm, self.largest_weight()]
+        of_rank.append(sum(self.replicas.differ() if self.replicas else (), sums.new_zeros(())))
         of_rank += [sums.new_full((), flag) for flag in self.flags()]
         of_rank = torch.stack([number.to(sums) for number in of_rank])
         largest = of_rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)  # so that a maximum is reliable
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         numbers = torch.cat((sums[:2], of_rank[1:2], largest)).tolist()  # the one wait for the device in a step
-        total, tokens, grad_norm, loss, *largest, weight = numbers[:7]
+        total, tokens, grad_norm, loss, *largest, weight, differ = numbers[:8]
         now, tokens = time.perf_counter(), max(tokens, 1)  # documents with a single token have no label
         code = max(self.guard.classify(loss / tokens, value) for value in largest)
         code = code if self.guard.is_finite_and_bounded(weight) else max(code, OUT_OF_RANGE)
-        differences = []
-        if self.compare_replicas:
-            differences = self.compare_replicas()
-            (differ,) = set_on_any_rank([bool(differences)], sums.device)
-            code = max(code, DIVERGENCE) if differ else code
-        self.stats = GradientStats(total / tokens, grad_norm, code, differences, now, list(map(bool, numbers[7:])))
+        code = max(code, DIVERGENCE) if differ else code
+        differences = self.replicas.differences() if differ else []
+        self.stats = GradientStats(total / tokens, grad_norm, code, differences, now, list(map(bool, numbers[8:])))
         return torch.tensor(torch.inf if self.guard.skips(code) else grad_norm, dtype=norm.dtype)
 
     def result(self):

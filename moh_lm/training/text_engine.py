@@ -123,6 +123,10 @@ class TextEngine(Engine):
         if self.windows:
             self.windows.move(skipped)
 
+    def close(self):
+        if self.captured:
+            self.captured.close()
+
     def state(self):
         return {"windows": [self.windows.widths, self.windows.entropies]} if self.windows else {}
 
@@ -157,6 +161,7 @@ class PipelineEngine(TextEngine):
     def step(self, micro_batches):
         self.model.feed(micro_batches)
         self.engine.train_batch(self.stage_inputs(micro_batches))
+        self.engine.timers("train_batch").reset()  # DeepSpeed would keep the CUDA events of every step
 
     def stage_inputs(self, micro_batches):
         """Return the inputs of DeepSpeed's first and last stage: tokens, and what the loss needs."""

@@ -25,9 +25,10 @@ def test_contestants_with_the_same_keys_compute_the_same(contestants, mean):
     assert not torch.allclose(found["own keys"][0], dense[0], atol=1e-3)
 
 
-def test_a_contestant_that_cannot_run_is_said_and_left_out(monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [RuntimeError, Exception])  # Triton's errors are of the latter
+def test_a_contestant_that_cannot_run_is_said_and_left_out(kind, monkeypatch, capsys):
     def unable(x):
-        raise RuntimeError("keys are left out of whole sequences only\nand more")
+        raise kind("keys are left out of whole sequences only\nand more")
 
     def stopwatch(function, device, name):
         function()  # as on a GPU, where a graph is made of it
@@ -37,4 +38,5 @@ def test_a_contestant_that_cannot_run_is_said_and_left_out(monkeypatch, capsys):
     x = [torch.ones(3, requires_grad=True)]
     functions = {"dense": (torch.exp, x), "own keys": (unable, x), "other": (torch.sin, x)}
     assert list(attention.report("core", functions, ["dense"], 1, CPU)) == [("dense", "other")]
-    assert "core: own keys does not run here: keys are left out of whole sequences only\n" in capsys.readouterr().out
+    said = f"core: own keys does not run here: {kind.__name__} keys are left out of whole sequences only\n"
+    assert said in capsys.readouterr().out

@@ -132,34 +132,36 @@ def test_the_loss_moves_sixteen_bytes_and_spills_no_registers(kernel, access, ar
     assert list(usage(compiled, tmp_path))[1] == 0 and access in compiled.asm["ptx"]
 
 
-ROUTERS = {  # (form, groups, shared, routed, heads of an expert, W_h), selected: by the GPU for which it is compiled
-    90: (("sigmoid", (1, 3, 9, 1, 0)), 3),
-    80: (("paper_scaled", (8, 2, 2, 1, 1)), 1),
-    100: (("released", (1, 16, 16, 1, 1)), 8),
-    86: (("sigmoid", (1, 64, 64, 1, 0)), 32),
-}
+ROUTERS = [  # GPU for which it is compiled, dtype, form, (groups, shared, routed, heads of an expert, W_h), selected
+    (90, "bfloat16", "sigmoid", (1, 3, 9, 1, 0), 3),
+    (80, "bfloat16", "paper_scaled", (8, 2, 2, 1, 1), 1),
+    (100, "float16", "released", (1, 16, 16, 1, 1), 8),
+    (86, "bfloat16", "sigmoid", (1, 64, 64, 1, 0), 32),
+    (80, "float32", "sigmoid", (1, 8, 24, 1, 0), 8),
+]
+TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}  # bytes of a block
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("arch", ROUTERS)
-def test_a_router_uses_tensor_cores_and_spills_no_registers(arch, tmp_path):
-    (form, numbers), active = ROUTERS[arch]
+@pytest.mark.parametrize("arch, name, form, numbers, active", ROUTERS)
+def test_a_router_uses_tensor_cores_and_spills_no_registers(arch, name, form, numbers, active, tmp_path):
+    dtype = getattr(torch, name)
     pointers = dict.fromkeys("gates selection scores parts slope dgates dloss sums".split(), "*fp32") | {"used": "*i1"}
-    pointers |= dict.fromkeys(("x", "ws", "wr", "wt", "dx"), "*bf16")
-    of = triton_router.constants(form, numbers, torch.bfloat16)
-    more = dict.fromkeys(("bias", "use", "replayed")) | {"K": active, "RATE": 0.0, "SPLIT": True}
+    pointers |= dict.fromkeys(("x", "ws", "wr", "wt", "dx"), TYPES[name])
+    of = triton_router.constants(form, numbers, dtype)
+    more = dict.fromkeys(("bias", "use", "replayed")) | {"K": active, "RATE": 0.0, "SPLIT": dtype.itemsize == 2}
     kernels = {
-        triton_router.forward_kernel: triton_router.forward_tiles(of, torch.bfloat16),
-        triton_router.backward_kernel: triton_router.backward_tiles(of, torch.bfloat16),
+        triton_router.forward_kernel: triton_router.forward_tiles(of, dtype),
+        triton_router.backward_kernel: triton_router.backward_tiles(of, dtype),
     }
     for kernel, chosen in kernels.items():
-        constants = {name: value for name, value in (of | more | chosen).items() if name in kernel.arg_names}
-        chosen = {name: chosen[name] for name in ("num_warps", "num_stages")} | {"enable_fp_fusion": True}
+        constants = {key: value for key, value in (of | more | chosen).items() if key in kernel.arg_names}
+        chosen = {key: chosen[key] for key in ("num_warps", "num_stages")} | {"enable_fp_fusion": True}
         compiled = compile_for(kernel, arch, pointers, constants, ["stride_s", "stride_b", "d"], chosen)
         assert list(usage(compiled, tmp_path))[1] == 0
         assert chosen["num_stages"] == 1 or "cp.async.cg.shared.global" in compiled.asm["ptx"]
-        assert any(product in compiled.asm["ptx"] for product in PRODUCTS)
+        assert dtype.itemsize == 4 or any(product in compiled.asm["ptx"] for product in PRODUCTS)
         assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     sums = dict(SCALE=0.01, FACTOR=9.0, TOGETHER=False, E=24, EP=32, BP=4, STEP=32, WIDE=triton.language.float32)
     sums |= dict(share=None, whole=None)

@@ -3,11 +3,14 @@
 The kernels run in Triton's interpreter; the fixture ``interpreter`` runs a test in a process of its own.
 """
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.inference.generate import generate
 from moh_lm.kernels.gated_attention import TRITON, gated_attention
 from moh_lm.model.transformer import compile_layers
 from tests.attention_cases import Problem, assert_all_close, make_inputs, make_mask, reference, with_gradients
@@ -121,7 +124,8 @@ def check_layers(routing, positions, compiling):
     heads = HeadsConfig(routing=routing, num_shared_heads=(2,), num_active_routed_heads=(2,))
     config = ModelConfig(2, 32, 48, 8, num_key_value_heads=4, head_dim=16, vocab_size=50, heads=heads)
     dense = make_model(config, scale=5, seed=3)
-    again = make_model(config, scale=5, seed=3, recompute=True, backends="triton")
+    joined = positions is None  # gradients of shared heads are then written into views of one product
+    again = make_model(config, scale=5, seed=3, recompute=True, backends="triton", fused_projections=joined)
     if compiling:
         compile_layers(again, backend="aot_eager")
     counters.clear()
@@ -143,6 +147,39 @@ def test_compiled_and_recomputed_layers_have_one_graph(interpreter, routing, pos
 @pytest.mark.parametrize("routing, positions", [("paper", POSITIONS), ("query_norm", None)])
 def test_recomputed_layers_compute_what_dense_ones_do(interpreter, routing, positions):
     assert interpreter(check_layers, routing, positions, False) == 0
+
+
+def kernels_by_guard():
+    """The names of the kernels of a training step and of generation: of all, and of those without ``device_of``."""
+    from triton.runtime.interpreter import GridExecutor
+
+    guarded, every, outside, launch = [], set(), set(), GridExecutor.__call__
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        guarded.append(tensor)
+        yield
+        guarded.pop()
+
+    def noted(kernel, *arguments, **named):
+        for names in [every] if guarded else [every, outside]:
+            names.add(kernel.fn.__name__)
+        return launch(kernel, *arguments, **named)
+
+    heads = HeadsConfig(num_shared_heads=(1,), num_active_routed_heads=(1,))
+    config = ModelConfig(1, 32, 48, 4, head_dim=16, vocab_size=50, heads=heads)
+    model = make_model(config, backends="triton", fused_router=True, fused_loss=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_of", device_of)
+        patch.setattr(GridExecutor, "__call__", noted)
+        loss_and_gradients(model, torch.arange(5)[None])
+        list(generate(model, [[1, 2]], 2, -1, attention_backend="triton"))
+    return every, outside
+
+
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(interpreter):
+    every, outside = interpreter(kernels_by_guard)
+    assert not outside and {"compact_kernel", "weights_kernel", "gradient_kernel", "combine_kernel"} <= every
 
 
 def test_without_a_gpu_the_backend_says_so():

@@ -140,6 +140,7 @@ def test_head_maps_of_all_and_of_each_source_are_in_tensorboard(two_ranks):
 def test_the_console_has_one_line_per_interval(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *SHORT, "--peak-tflops", "1e-3")
     (text,) = run_ranks(run_and_read_output, 1, flags, tmp_path)
+    assert text.startswith("device     cpu: ")  # below what describes the run
     steps = [line for line in text.splitlines() if line.split()[0] == "step" or "/4 " in line]
     head, *lines = [line for line in steps if "validation" not in line]
     rows = [row for row in read_rows(tmp_path) if "loss" in row]

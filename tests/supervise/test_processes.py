@@ -1,22 +1,90 @@
 """How a rank joins the others."""
 
+import os
+import socket
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from moh_lm import pretrain
-from moh_lm.supervise import errors
+from moh_lm.config import ConfigError
+from moh_lm.supervise import errors, processes
 from moh_lm.training.deepspeed import start
+from tests.distributed import reserved_port, run_ranks
 from tests.training.runs import arguments
 
 
-def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(start, "visible_gpus", lambda: 1)
+@pytest.mark.parametrize(
+    "gpus, remedy",
+    [
+        (1, "make all GPUs of the node visible to each task (Slurm's --gpus-per-node), or start one rank for each"),
+        (2, "start one rank for each"),
+    ],
+)
+def test_a_rank_without_a_gpu_of_its_own_says_so(gpus, remedy, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(start, "visible_gpus", lambda: gpus)
     monkeypatch.setattr("sys.argv", ["pretrain", *arguments(data_dir, tmp_path)])
-    place = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for key, value in {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    place = {"RANK": str(gpus), "LOCAL_RANK": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**place, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit, match="2"):
         pretrain.main()
-    assert capsys.readouterr().err.endswith("LOCAL_RANK 1: GPUs that this process sees: 1; start one rank for each\n")
+    assert capsys.readouterr().err.endswith(f"LOCAL_RANK {gpus}: GPUs that this process sees: {gpus}; {remedy}\n")
+
+
+@pytest.mark.parametrize(
+    "variable, value, refused",
+    [
+        (None, None, True),
+        ("CUDA_VISIBLE_DEVICES", "0", True),
+        ("CUDA_VISIBLE_DEVICES", "", False),
+        ("CUDA_VISIBLE_DEVICES", "-1", False),
+        ("DS_ACCELERATOR", "cpu", False),
+        ("GPUS", "no-device-[0-9]", False),  # a container that was given none
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_no_run_on_a_cpu(variable, value, refused, tmp_path, monkeypatch):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\nGCC version: 9.3.0\n")
+    monkeypatch.setattr(processes, "DRIVER", driver)
+    (tmp_path / "nvidia3").touch()
+    monkeypatch.setattr(processes, "GPUS", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(start, "visible_gpus", lambda: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    if variable == "GPUS":
+        monkeypatch.setattr(processes, variable, str(tmp_path / value))
+    elif variable:
+        monkeypatch.setenv(variable, value)
+    if refused:
+        said = r"driver 470.82.01, but torch \S+, built for CUDA 13.0, finds no GPU; update .* DS_ACCELERATOR=cpu"
+        with pytest.raises(ConfigError, match=said):
+            processes.own_device()
+    else:
+        assert processes.own_device() == torch.device("cpu")
+
+
+def refusal_beside_a_gpu(port, meeting):
+    """What this rank says of a start in which only rank 1 has a GPU."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
+    if os.environ["RANK"] == "1":
+        processes.own_device = lambda: torch.device("cuda", 1)
+    with pytest.raises(ConfigError) as error:
+        processes.start_process_group(5)
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=int(os.environ["RANK"]), world_size=2)
+    return error.value.problems
+
+
+def test_a_rank_without_a_gpu_beside_others_ends_all(tmp_path):
+    with reserved_port() as port:
+        one, other = run_ranks(refusal_beside_a_gpu, 2, port, str(tmp_path / "meeting"))
+    said = f"{socket.gethostname()} (rank 0): no GPU there, but other ranks have one; repair"
+    assert one == other and one[0].startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ def test_a_port_of_another_program_is_refused_with_the_remedy(rendezvous_port, m
         for ranks_here in ("1", "3"):  # of three: on several machines, and on one
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
             with pytest.raises(ConfigError, match=f"MASTER_PORT {port}: is taken by another program.*give another"):
-                rendezvous.rendezvous_store()
+                rendezvous.rendezvous_store("gloo")
 
 
 def test_absent_ranks_are_named(rendezvous_port, monkeypatch):
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT_S", 1)
     with pytest.raises(ConfigError, match=rf"MASTER_PORT {rendezvous_port}: 2 of 3 ranks \(ranks 1, 2\) have not"):
-        rendezvous.rendezvous_store()
+        rendezvous.rendezvous_store("gloo")
 
 
 def test_a_rank_that_cannot_begin_ends_those_of_other_machines(rendezvous_port, monkeypatch):
@@ -50,16 +50,16 @@ def test_a_rank_that_cannot_begin_ends_those_of_other_machines(rendezvous_port, 
     rendezvous.refuse()
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ConfigError, match=f"rank 1 on {socket.gethostname()} cannot start"):
-        rendezvous.rendezvous_store()
+        rendezvous.rendezvous_store("gloo")
     del store
 
 
 def test_a_second_run_at_the_same_port_is_refused(rendezvous_port, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # on one machine the second one does not get the port
-    store = rendezvous.rendezvous_store()
+    store = rendezvous.rendezvous_store("gloo")
     with pytest.raises(ConfigError, match=f"MASTER_PORT {rendezvous_port}: the ranks of another run meet there"):
-        rendezvous.rendezvous_store()
+        rendezvous.rendezvous_store("gloo")
     del store
 
 
@@ -71,14 +71,14 @@ def test_a_stranger_neither_refuses_a_start_nor_stands_for_a_rank(rendezvous_por
     for key in ("rank 0", "rank 1", "rank 2", "refused"):
         meeting.store.set(key, "a stranger")
     meeting.store.add("ranks", 5)
-    meeting.set("rank 2", "node 3, process 7")
+    meeting.set("rank 2", "node3, gloo, start 7")
     with pytest.raises(ConfigError, match=rf"1 of 3 ranks .* have not arrived within 1 s, or have another {SECRET}"):
-        rendezvous.rendezvous_store()
+        rendezvous.rendezvous_store("gloo")
     meeting.set("refused", "rank 2 on node3")
     meeting.store.set("rank 2", "a stranger")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="rank 2 on node3 cannot start"):
-        rendezvous.rendezvous_store()
+        rendezvous.rendezvous_store("gloo")
 
 
 @pytest.mark.parametrize("key, text", [("rank 1", "a"), ("rank 2", "b"), ("other/rank 1", "a")])

@@ -109,6 +109,19 @@ def test_the_watchdog_ends_a_rank_that_cannot_print(monkeypatch):
     assert left == [UNAVAILABLE]
 
 
+@pytest.mark.parametrize("number, fate", [(signal.SIGABRT, "aborted, as by NCCL when"), (signal.SIGKILL, "died")])
+def test_a_lost_machine_is_named_before_a_local_rank(number, fate, monkeypatch):
+    said, watched = [], Watchdog.__new__(Watchdog)
+    watched.timeout, watched.last, watched.done, watched.aborted = 60, time.monotonic(), threading.Event(), set()
+    lost = Mock(hosts=["here", "here", "node2"], unresponsive=lambda seconds, known: f"no answer but from {[*known]}")
+    watched.liveness, watched.abort = lost, lambda reason, wait: (said.append(reason), watched.done.set())
+    monkeypatch.setattr(watchdog, "GRACE_S", -1)
+    with subprocess.Popen(["sh", "-c", f"kill -{number} $$"]) as local:
+        watched.local_ranks = {1: local.pid}
+        watched.watch()
+    assert len(said) == 1 and said[0].startswith(f"no answer but from [1]; rank 1 (process {local.pid}) {fate}")
+
+
 def events_of_an_evaluation(flags):
     """What happens on this rank in the first evaluation, in order: l for a layer, p for a report of progress."""
     events, forward, evaluate = [], DecoderLayer.forward, Run.evaluate
@@ -134,14 +147,17 @@ def test_an_evaluation_reports_progress_per_micro_batch(data_dir, tmp_path, stag
         assert re.fullmatch(f"(l{{{2 // stages}}}p){{4,}}", seen), seen
 
 
+def limits_now():
+    """The time-outs of all process groups, seconds."""
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in open_groups()]
+
+
 def time_limits(flags):
-    """The time-outs of all process groups as the first step begins, seconds."""
+    """``limits_now`` as the first step begins."""
     limits = []
 
     def look(engine, *others, **more):
-        for group in open_groups():
-            options = group._get_backend(torch.device("cpu")).options
-            limits.append(options._timeout.total_seconds())
+        limits.extend(limits_now())
         raise KeyboardInterrupt
 
     Engine.train_step = look
@@ -154,3 +170,15 @@ def test_every_process_group_has_the_time_limit(data_dir, tmp_path):
     more = ("--hang-timeout", "40s", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
     for limits in run_ranks(time_limits, 4, arguments(data_dir, tmp_path, *more)):
         assert len(limits) > 4 and set(limits) == {100.0}  # a minute more than the watchdog
+
+
+def limits_at_the_end(flags):
+    run(flags)
+    return limits_now()
+
+
+def test_the_ranks_wait_for_what_rank_0_does_at_the_end(data_dir, tmp_path):
+    """The command of --after-save may take as long as a hang, and the report follows it."""
+    flags = arguments(data_dir, tmp_path, "--train-iters", "1", "--warmup-iters", "0", "--hang-timeout", "10m")
+    (limits,) = run_ranks(limits_at_the_end, 1, flags)
+    assert min(limits) > 2 * 600

@@ -105,21 +105,42 @@ def test_a_captured_run_resumes_through_its_warm_ups(data_dir, tmp_path):
 
 def run_captured(flags, stop_after=None):
     """The number of graphs of a run by the stand-in."""
+    return len(graphs_of_run(flags, stop_after))
+
+
+def graphs_of_run(flags, stop_after=None):
     graphs = []
     captured.capture_on_gpu = lambda *given, **named: graphs.append(recorded(*given)) or graphs[-1]
     run_checks.graph_problems = lambda config, on_gpu: []  # this machine shows no GPU
     run([*flags, "--cuda-graph"], stop_after)
-    return len(graphs)
+    return [graph for graph, _ in graphs]
 
 
-def test_a_graph_makes_its_own_tables(monkeypatch):
+def test_no_graph_outlives_its_run(data_dir, tmp_path):
+    """NCCL waits for the graphs that hold its collectives before it closes a group."""
+    flags = arguments(data_dir, tmp_path, "--train-iters", "3", "--dense-warmup-iters", "2", "--eval-interval", "0")
+    assert run_ranks(operations_left, 1, flags) == [[0, 0]]
+
+
+def operations_left(flags):
+    return [len(graph.operations) for graph in graphs_of_run(flags)]
+
+
+def test_a_graph_reads_the_tables_of_its_warm_up(monkeypatch):
+    """They stay where they are, whatever other lengths are used, and these share a few tables."""
+
+    def tables(length):
+        x = torch.zeros(length, 1, 8)
+        seen = apply_window(None, 2, x, True)
+        return seen.starts, seen.mask, *rotary_table(length, Rotary(8, 1e4), x.dtype, x.device)
+
+    lengths = range(33, 70)
+    before = [tables(length) for length in lengths]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    x = torch.zeros(4, 1, 8)
-    first, second = (apply_window(None, 2, x, True).mask for _ in range(2))
-    assert first is not second and torch.equal(first, second)
-    first, second = (rotary_table(4, Rotary(8, 1e4), torch.float32, x.device)[0] for _ in range(2))
-    assert first is not second and torch.equal(first, second)
+    after = [tables(length) for length in lengths]
+    places = [[tuple(part.data_ptr() for part in found) for found in all_found] for all_found in (before, after)]
+    assert places[0] == places[1] and len(set(places[0])) == 2
 
 
 def test_a_graph_that_keeps_its_first_tokens_is_refused(tmp_path):

@@ -13,7 +13,7 @@ import moh_lm
 
 ROOT = Path(moh_lm.__file__).parent
 FOLDER = ROOT / "training" / "deepspeed"
-VERSIONS = {"deepspeed": "~=0.19.8", "torch": ">=2.8"}  # for which the names hold
+VERSIONS = {"deepspeed": "~=0.19.8", "torch": ">=2.10"}  # for which the names hold
 NAMES = {
     "deepspeed.ops": "__compatible_ops__",
     "deepspeed.runtime.bf16_optimizer": "fp32_groups_gradients get_global_norm_of_tensors get_grads_for_norm",

@@ -17,7 +17,18 @@ from moh_lm.config import Config
 from moh_lm.flags import parse_config
 from moh_lm.run.loop import Run
 from tests.distributed import run_ranks
-from tests.training.runs import arguments, equal, losses, parameters, rows, run, training_rows
+from tests.training.runs import (
+    SIZES,
+    arguments,
+    engine_of,
+    equal,
+    losses,
+    micro_batches_of,
+    parameters,
+    rows,
+    run,
+    training_rows,
+)
 
 
 def test_a_run_learns_and_logs_each_interval_once(one_rank_run):
@@ -100,12 +111,28 @@ def waits_in_steps(flags):
     return waits[:-1]  # the last one writes, evaluates and saves
 
 
-@pytest.mark.parametrize("pipeline, more", [(1, ("--precision", "bf16", "--zero-stage", "2")), (2, ())])
+@pytest.mark.parametrize(
+    "pipeline, more", [(1, ("--precision", "bf16", "--zero-stage", "2")), (2, ("--tie-embeddings", "true"))]
+)
 def test_a_step_waits_for_the_device_only_once(data_dir, tmp_path, pipeline, more):
-    more += "--replica-check-interval", "0"  # whose steps wait for the comparison too
     more += tuple(f"--{what}-interval=7" for what in ("log", "eval", "save"))
     flags = arguments(data_dir, tmp_path, "--pipeline-parallel-size", str(pipeline), *more)
-    assert run_ranks(waits_in_steps, pipeline, flags) == [[1] * 6] * pipeline  # of 4 micro-batches
+    assert run_ranks(waits_in_steps, 2, flags) == [[1] * 6] * 2  # of 2 or 4 micro-batches, with weights on both ranks
+
+
+def times_kept():
+    """How many measurements of time DeepSpeed's engine holds after two steps of a pipeline."""
+    config, _ = parse_config([*SIZES.split(), "--pipeline-parallel-size", "2"])
+    engine = engine_of(config)
+    tokens = torch.randint(3, 64, (8, 17), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        engine.train_step(micro_batches_of(tokens, 2), 1e-3)
+    return sum(len(timer.event_timers) for timer in engine.engine.timers.get_timers().values())
+
+
+def test_a_pipeline_keeps_no_times_of_its_steps():
+    """On a GPU each would hold two CUDA events."""
+    assert run_ranks(times_kept, 2) == [0, 0]
 
 
 def test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back(data_dir, one_rank_run, tmp_path):
