@@ -39,6 +39,9 @@ MODELS = {
     "norms": replace(MODEL, qk_norm=True, post_norm=True),
     "all, norms": replace(MODEL, qk_norm=True, heads=HeadsConfig(head_selection="all")),
     "all": replace(MODEL, rope_type="linear", rope_factor=2.0, heads=HeadsConfig(head_selection="all")),
+    "all, yarn": replace(
+        MODEL, rope_type="yarn", rope_factor=4.0, rope_original_length=16, heads=HeadsConfig(head_selection="all")
+    ),
     "all, gates of features": replace(MODEL, element_gates=True, heads=HeadsConfig(head_selection="all")),
     "all, window": replace(MODEL, window=(7,), heads=HeadsConfig(head_selection="all")),
     "all, window, scaled": replace(MODEL, window=(7,), **LLAMA3, heads=HeadsConfig(head_selection="all")),

@@ -15,6 +15,7 @@ from tests.tools.modeling_cases import CASES, GREEDY, GROUPS, OWN_KEYS, make_mod
 from tests.tools.modeling_reference import assert_equals_reference
 
 COUNTED = {"num_key_value_heads": 2, "layer_positions": ["cope", "none"], "cope_max_position": 5}
+LEARNED = {"layer_positions": ["learned"] * 2, "learned_positions": 24}
 
 
 def test_positions_are_counted_only_where_all_scores_are_made():
@@ -27,7 +28,7 @@ def test_positions_are_counted_only_where_all_scores_are_made():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("changes", [*CASES, COUNTED])
+@pytest.mark.parametrize("changes", [*CASES, COUNTED, LEARNED])
 @torch.no_grad()
 def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention):
     model, tokens = make_model(kernels=attention, **changes), random_tokens(2, 12)
@@ -114,13 +115,13 @@ def test_heads_with_their_own_keys_run_in_fp16_autocast(attention):
 @torch.no_grad()
 def test_positions_in_heads_go_on_where_a_window_forgets_keys():
     model = make_model(routed_keys="selected", routed_positions="head", layer_windows=[0, 4], num_shared_heads=[1, 0])
-    tokens, cache, pieces = random_tokens(1, 12), None, []
-    for start, stop in ((0, 7), (7, 9), (9, 10), (10, 12)):
-        outputs = model(tokens[:, start:stop], past_key_values=cache)
-        cache = outputs.past_key_values
-        pieces.append(outputs.logits)
+    tokens, cache = random_tokens(1, 12), DynamicCache(config=model.config)
     expected = model(tokens, use_cache=False).logits
-    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=3e-6 * expected.abs().max().item())
+    for _ in range(2):  # the cache is empty again after its reset
+        stops = ((0, 7), (7, 9), (9, 10), (10, 12))
+        pieces = [model(tokens[:, start:stop], past_key_values=cache).logits for start, stop in stops]
+        torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=3e-6 * expected.abs().max().item())
+        cache.reset()
     assert_equals_reference(model, tokens[0])
     mask = torch.ones_like(tokens)
     mask[0, 5] = 0  # what is masked is not counted, wherever it stands

@@ -15,8 +15,9 @@ from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.exporting import write_checkpoint
 from tests.tools.imports.llamas import make_llama, small_model
+from tools import generate
 from tools.hf.convert import export_check, tiktoken_json
-from tools.hf.convert.source_tokenizer import restore, settings_of
+from tools.hf.convert.source_tokenizer import begin_id, restore, settings_of
 
 CHAT = "{% for message in messages %}<|turn|>{{ message['content'] }}{{ eos_token }}{% endfor %}"
 TALK = [{"role": "user", "content": "The quick fox"}, {"role": "assistant", "content": "jumps </s> over"}]
@@ -88,16 +89,61 @@ def test_a_continued_sentencepiece_model_has_its_bos_and_template(imported, tool
     assert tokenizer("the cat")["input_ids"] == [1, *Tokenizer(str(data)).model.encode("the cat")]
 
 
+@pytest.fixture
+def checked(monkeypatch):
+    """Exports are compared with transformers as always, but in this process."""
+
+    def logits(directory, tokens, tokenizer, begin):
+        if tokenizer:
+            export_check.check_tokenizer(directory, tokenizer, *begin)
+        return export_check.compute_logits(directory, tokens)
+
+    monkeypatch.setattr(export_check, "transformers", transformers)
+    monkeypatch.setattr(export_check, "hugging_face_logits", logits)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_import_before_training_begins_texts_as_its_source(begins, imported, tool, checked, tmp_path, monkeypatch):
+    """The last files but one are those of Llama 2: both tokenizer.model and tokenizer.json."""
+    asked = []
+    monkeypatch.setattr(generate, "write", lambda arguments, model, tokenizer, prompts: asked.extend(prompts))
+    make_llama(tmp_path / "hf", vocab_size=278, bos_token_id=1, eos_token_id=2)
+    small_model(tmp_path / "hf" / "tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278)
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": begins}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    for made in ("without tokenizer.json", "with both", "without tokenizer.model"):
+        source = AutoTokenizer.from_pretrained(tmp_path / "hf")
+        run, output = imported(tmp_path / "hf", output=made), tmp_path / f"{made}, exported"
+        code, printed, errors = tool("export_hf", "--checkpoint", run, "--output", output)
+        assert code == 0 and "checked: logits of transformers" in printed, errors
+        ids = AutoTokenizer.from_pretrained(output)("the cat")["input_ids"]
+        assert ids == source("the cat")["input_ids"] and (ids[0] == 1) == begins
+        assert json.loads((output / "config.json").read_text())["bos_token_id"] == 1
+        if made == "without tokenizer.json":
+            assert ("The tokenizer adds only BOS" in (output / "README.md").read_text()) == begins
+            source.save_pretrained(tmp_path / "hf")
+        else:
+            (tmp_path / "hf" / "tokenizer.model").unlink(missing_ok=True)
+        for model in (run, output):
+            assert tool("generate", "--model", model, "--prompt", "the cat", "--max-new-tokens", 2)[0] == 0
+        assert asked[-2:] == [ids, ids]
+
+
 def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
     path = llama_3_vocabulary(tmp_path / "tokenizer.model", [bytes([byte]) for byte in range(256)])
     added = {"128000": "<|begin_of_text|>", "128001": "<|end_of_text|>", "128009": "<|eot_id|>", "128010": "<|turn|>"}
     decoder = {index: {"content": text, "special": True} for index, text in added.items()}
     settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "chat_template": CHAT}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "added_tokens_decoder": decoder}))
+    begin = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin_of_text|>"}}, {"Sequence": {}}]}
+    steps = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, begin]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"post_processor": steps}))
     ids = {"bos": 128_000, "eos": [128_001, 128_009], "pad": None}
     (tmp_path / "out").mkdir()
     special = tiktoken_json.write_tokenizer(path, tmp_path / "out", 64)
-    found = restore(tmp_path / "out", settings_of(tmp_path, None, ids), ids, special)
+    source = settings_of(tmp_path, None, ids)
+    found = restore(tmp_path / "out", source, ids, special)
+    assert begin_id({"step": 0, "imported": {"tokenizer": source}}, tmp_path / "out") == 128_000
     assert (found["bos"], found["eos"], found["pad"]) == (128_000, [128_009, 128_001], 128_004)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])["input_ids"]

@@ -8,8 +8,8 @@ in fp32. It runs in a separate process,
 
 because a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
-``TEXTS``, and on every control token unless the export is for chats. Before each comes the id BOS, if documents began
-with it.
+``TEXTS``, and on every control token unless the export is for chats. Before each comes the id BOS, if
+texts begin with it.
 """
 
 import os
@@ -37,6 +37,7 @@ from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.export_files import ExportError, weight_files
 from tools.hf.convert.import_config import model_config
+from tools.hf.convert.source_tokenizer import begin_id
 
 try:
     import transformers
@@ -83,7 +84,7 @@ def check_export(step, config, directory, tokenizer, stock=None):
     if transformers is None:
         remedy = "pip install transformers, and repeat with --overwrite"
         return [*lines, f"not checked with transformers, which is not installed: {remedy}"]
-    begin = read_json(step / "state.json")["data"].get("bos_id")
+    begin = begin_id(read_json(step / "state.json"), directory) if tokenizer else None
     logits = hugging_face_logits(directory, tokens, tokenizer, [] if begin is None else [begin])
     return [*lines, compare(f"transformers {transformers.__version__}", expected, logits)]
 

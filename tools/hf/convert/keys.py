@@ -91,6 +91,8 @@ def model_type(model):
         return "moh_llama"
     if any(widths):  # transformers 4.46 scales no rotary embedding of a Mistral
         return "mistral" if model.rope_type == "default" else "moh_llama"
+    if model.rope_type == "yarn":  # transformers 4.46 ignores its original length
+        return "moh_llama"
     return "llama" if model.hidden_size % model.num_attention_heads == 0 else "moh_llama"  # transformers 5 requires it
 
 

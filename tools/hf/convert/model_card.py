@@ -22,13 +22,13 @@ ALL = "all sources"  # name of the last row of losses; names of sources have no 
 
 
 def model_card(
-    step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None, stock=None
+    step, config, state, dtype, parameters, begins, license=None, base_model=None, stock=None
 ):  # fmt: skip
     """Return the content of README.md.
 
-    step: a step directory. state: its state.json. parameters: their number. own_tokenizer: whether the tokenizer files
-    are made from the tokenizer of its data. license, base_model: as the hub expects them in the card's header. stock:
-    see stock_classes.py, or None.
+    step: a step directory. state: its state.json. parameters: their number. begins: whether the tokenizer puts
+    BOS before a text, None if it was not made from that of the data. license, base_model: as the hub expects them in
+    the card's header. stock: see stock_classes.py, or None.
     """
     shown = {
         "Model": model_facts(config.model, dtype, parameters, config.run.seq_length),
@@ -44,7 +44,7 @@ def model_card(
     if stock:
         sentence = STOCK.format(architecture=stock.architecture)
     head = {"license": license, "base_model": base_model}
-    limits = [BEGINS if "bos_id" in state["data"] else TOKENIZER] if own_tokenizer else []
+    limits = [] if begins is None else [BEGINS if begins else TOKENIZER]
     limits += [ROUTING] if selection == "mixture" else []
     return CARD.format(
         head="".join(f"{key}: {value}\n" for key, value in head.items() if value),

@@ -68,14 +68,15 @@ def settings_of(directory, model, ids):
         usual = "left" if config.get("tokenizer_class", "").startswith(LEFT) else "right"
         template = directory / "chat_template.jinja"
         chat = template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
+        if model is not None:
+            tokens = ends_of(model, ids) | {name: text for name, text in tokens.items() if text}
+        begins = begins_with(pieces, config, tokens.get("bos"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         remedy = "fix the files of its tokenizer, or remove them"
         raise ConfigError([f"{directory}: has a tokenizer that cannot be read ({error}); {remedy}"]) from error
-    if model is not None:
-        tokens = ends_of(model, ids) | {name: text for name, text in tokens.items() if text}
-    elif not pieces and not config:
+    if model is None and not pieces and not config:
         return {}
-    found = {"tokens": {name: text for name, text in tokens.items() if text}, "special": added}
+    found = {"tokens": {name: text for name, text in tokens.items() if text}, "special": added, "begins": begins}
     return found | {"padding_side": side or usual, **({"chat_template": chat} if chat else {})}
 
 
@@ -87,6 +88,32 @@ def ends_of(model, ids):
         return {}
     numbers = {"bos": tokenizer.bos_id(), "eos": tokenizer.eos_id()}
     return {name: tokenizer.id_to_piece(index) for name, index in numbers.items() if index in listed(ids.get(name))}
+
+
+def begins_with(pieces, config, bos):
+    """Return the text of the token that transformers puts before a text, or None.
+
+    pieces, config: content of tokenizer.json, which decides if there is one, and of tokenizer_config.json. bos: the
+    text of BOS, or None.
+    """
+    if not pieces:
+        return bos if config.get("add_bos_token") else None
+    processor = pieces.get("post_processor") or {}
+    steps = processor.get("processors", [processor])
+    firsts = [step["single"][0] for step in steps if step.get("type") == "TemplateProcessing"]
+    return next((first["SpecialToken"]["id"] for first in firsts if "SpecialToken" in first), None)
+
+
+def begin_id(state, directory):
+    """Return the id before every text of an export: that before documents of the data, or None.
+
+    state: content of state.json. directory: the export, whose tokenizer is complete. An import that was not trained
+    begins texts as its source does, with a token that the tokenizer may lack.
+    """
+    begins = state.get("imported", {}).get("tokenizer", {}).get("begins")
+    if state["step"] == 0 and begins:
+        return numbers_of(read_json(Path(directory, "tokenizer.json"))).get(begins)
+    return state["data"].get("bos_id")
 
 
 def restore(directory, source, ids, special):

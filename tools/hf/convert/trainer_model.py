@@ -13,6 +13,7 @@ from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
 from moh_lm.data.hugging_face_model import optional_json
+from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tokenizer import read_model
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
@@ -23,7 +24,8 @@ from tools.hf.convert.import_config import model_config, read_config
 def load(arguments, attention_backend="auto"):
     """Return (model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError.
 
-    The tokenizer begins documents with BOS if the data of a step do, or if an export's tokenizer begins texts with it.
+    The tokenizer begins documents with BOS if the data of a step do, or if the tokenizer of an export, or of the source
+    of an import that was not trained, begins texts with it.
     """
     directory = arguments.model
     if not os.path.isdir(directory):
@@ -74,11 +76,17 @@ def load(arguments, attention_backend="auto"):
 
 
 def recorded_bos(directory, is_step):
-    """Return whether BOS begins documents of a step, or texts of an export; None if the export has no entry on it."""
+    """Return whether BOS begins documents of a step, or texts of an export or of an import's source; None if no file
+    but tokenizer.json says it."""
     path = directory / ("state.json" if is_step else "tokenizer_config.json")
     try:
         facts = optional_json(path)
-        return "bos_id" in facts["data"] if is_step else facts.get("add_bos_token")
+        if not is_step:
+            return facts.get("add_bos_token")
+        if facts["step"] == 0 and "imported" in facts:
+            begins = facts["imported"].get("tokenizer", {}).get("begins")
+            return begins is not None if (directory / TOKENIZER_FILES[0]).is_file() else None
+        return "bos_id" in facts["data"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError([f"--model {directory}: {path.name} cannot be read ({error}); restore it"]) from error
 

@@ -17,7 +17,7 @@ from tools.hf.convert.export_files import ExportError, plan_shards
 from tools.hf.convert.keys import ARCHITECTURES, model_type, written
 from tools.hf.convert.model_card import model_card
 from tools.hf.convert.shipped_code import LANGUAGE, write_code
-from tools.hf.convert.source_tokenizer import cleaned, restore
+from tools.hf.convert.source_tokenizer import begin_id, cleaned, restore
 from tools.hf.convert.tokenizer_json import CLASS, begin_texts, named_ids, read_model, write_tokenizer
 
 AUTO_MAP = {
@@ -33,6 +33,7 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
     state, tokenizer = read_json(step / "state.json"), tokenizer_of_data(step)
     imported = state.get("imported", {})
     length = max(config.run.seq_length, imported.get("max_position_embeddings", 0))
+    begins = None
     if not tokenizer:
         special = copy_tokenizer(step, imported, directory)
     else:
@@ -40,9 +41,11 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
         special = export_tokenizer(tokenizer, directory, length, parses="chat_template" in source)
         if source:
             special = restore(directory, source, imported["token_ids"], special)
-        if "bos_id" in state["data"]:
-            begin_texts(directory, state["data"]["bos_id"])
-            special |= {"bos": state["data"]["bos_id"]}
+        begin = begin_id(state, directory)
+        begins = begin is not None
+        if begins:
+            begin_texts(directory, begin)
+            special |= {"bos": begin}
     write_json(directory / "config.json", hugging_face_config(config.model, length, dtype, special, stock))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() uses EOS and prints a warning every time
@@ -53,7 +56,7 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
         write_code(LANGUAGE, directory)
     parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory, stock)
     of_hub = arguments.license, arguments.base_model
-    card = model_card(step, config, state, dtype, parameters, bool(tokenizer), *of_hub, stock)
+    card = model_card(step, config, state, dtype, parameters, begins, *of_hub, stock)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
 

@@ -210,7 +210,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         if cache_position is None and (position_ids is None or COUNT_SLOTS):  # else a cache need not know its length
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             cache_position = torch.arange(x.shape[1], device=x.device) + past
-        if position_ids is None:
+        padding = of_padding(attention_mask)
+        if position_ids is None and self.embed_positions is not None and padding is not None:  # padding takes no place
+            position_ids = (padding.long().cumsum(-1) - 1).clamp_min(0)[:, -x.shape[1] :]
+        elif position_ids is None:
             position_ids = cache_position.unsqueeze(0)
         first_stage = not isinstance(self.layers[0], nn.Identity)  # vLLM has an Identity for each layer of other stages
         if self.embed_positions is not None and first_stage:
@@ -218,7 +221,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         present = None
         if config.routed_keys == "selected" and past_key_values is not None:
             self.keep_own_keys(past_key_values, attention_mask, output_attentions)
-        if config.routed_keys == "selected" and (padding := of_padding(attention_mask)) is not None:
+        if config.routed_keys == "selected" and padding is not None:
             present = padding[:, -x.shape[1] :].bool()
         masks = self.masks(x, attention_mask, past_key_values, cache_position, position_ids)
         position_embeddings = self.rotary_emb(x, position_ids)
@@ -245,7 +248,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         weights, gates, selections, scores = zip(*details, strict=True) if details else (None,) * 4
         aux_loss = None
         if output_router_logits:
-            aux_loss = load_balance_loss(self.config, scores, selections, of_padding(attention_mask)).to(x.device)
+            aux_loss = load_balance_loss(self.config, scores, selections, padding).to(x.device)
         outputs = MoHLlamaModelOutput(
             last_hidden_state=x,
             **{CACHE: past_key_values},

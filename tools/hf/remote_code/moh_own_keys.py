@@ -138,6 +138,10 @@ class OwnKeysLayer(DynamicLayer or object):
             parts = list(map(self.padded, self.parts()))
             self.store(parts, self.slots() & (parts[2] < self.cumulative_length))
 
+    def reset(self):
+        super().reset()
+        self.cumulative_length, self.counts = 0, None
+
     def get_seq_length(self, *arguments):
         return self.cumulative_length
 
