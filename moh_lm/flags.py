@@ -210,7 +210,7 @@ class FlagsOfFile(argparse.Action):
             if action.nargs != "+" and isinstance(value, dict | list):
                 shown, example = ", ".join(as_texts(value, True)), f"{name}: {action.metavar or action.choices[0]}"
                 raise ConfigError([f"--config {path}: {name}: [{shown}]: takes one value, {example}"])
-            if isinstance(value, bool) and action.metavar == "PATH":
+            if isinstance(value, bool) and action.metavar in ("PATH", "PROJECT", "COMMAND"):
                 advice = f"YAML reads yes, no, on and off as {value}; quote the text"
                 raise ConfigError([f"--config {path}: {name}: {advice}"])
             if value is None:
