@@ -196,7 +196,6 @@ def build_router(config, layer_index, heads, core, init_std, terms, settings):
     reads_queries = config.heads.routing == "query_norm"
     if config.routed_layer(layer_index).num_routed == 0 and not reads_queries and not settings.fused_router:
         return GatedHeads(config, layer_index, init_std, settings.group, heads)
-    scale = config.heads.router_gumbel_noise
     return settings.router()(
         config,
         layer_index,
@@ -205,9 +204,15 @@ def build_router(config, layer_index, heads, core, init_std, terms, settings):
         heads,
         terms,
         settings.context,
-        GumbelNoise(scale, settings.seed, layer_index) if scale else None,
+        gumbel_noise(config.heads, settings.seed, layer_index),
         says_selected=reads_queries or core.reads_selection,
     )
+
+
+def gumbel_noise(heads, seed, layer_index):
+    """Return the ``GumbelNoise`` of a layer, or None if it has none. seed: that of the run."""
+    scale = heads.router_gumbel_noise
+    return GumbelNoise(scale, seed, layer_index) if scale else None
 
 
 class QueryNormMLA(QueryNormAttention, MultiLatentAttention):

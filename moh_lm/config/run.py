@@ -120,7 +120,7 @@ class RunBase:
     peak_tflops: float | None = option(
         None, "peak TFLOPS of one device in this precision, for MFU (default: known for common GPUs)"
     )
-    gpu_hour_price: float | None = option(
+    gpu_hour_price: float | None = text_option(
         None, "price of one device-hour, for the cost estimates of --dry-run and tools/plan.py"
     )
     wandb: str = option("", "Weights & Biases project that receives the log as well", metavar="PROJECT")

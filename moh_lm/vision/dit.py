@@ -21,8 +21,7 @@ from torch import nn
 from moh_lm.kernels.gated_attention import gated_attention
 from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.block import RoutedBlock
-from moh_lm.model.router import AllHeads, HeadRouter
-from moh_lm.model.transformer import WholeModel, loss_terms
+from moh_lm.model.transformer import WholeModel
 from moh_lm.vision.diffusion import Diffusion, image_noise
 from moh_lm.vision.layers import (
     FREQUENCIES,
@@ -35,18 +34,19 @@ from moh_lm.vision.layers import (
     position_table,
     step_features,
 )
+from moh_lm.vision.routers import routed_layers
 
 positions = functools.lru_cache(maxsize=8)(position_table)
 
 
 class DiT(WholeModel):
-    """The whole model. Parameters are left empty; ``initialize`` draws them."""
+    """The whole model. Parameters are left empty; ``initialize`` draws them. seed: that of the run."""
 
-    def __init__(self, config, recompute=False):
+    def __init__(self, config, recompute=False, seed=0):
         super().__init__()
         self.config, self.diffusion = config, Diffusion(config.diffusion_steps)
         d, c, p = config.hidden_size, config.in_channels, config.patch_size
-        self.batch, terms = BatchContext(), loss_terms(config)
+        self.batch = BatchContext()
         patches = described(nn.Conv2d(c, d, p, p), bound=xavier(c * p * p, d))
         steps = linear(2 * FREQUENCIES, d, INIT_STD), nn.SiLU(), linear(d, d, INIT_STD)
         classes = nn.Embedding(config.num_classes + 1, d)  # the last one means no class
@@ -54,8 +54,8 @@ class DiT(WholeModel):
         self.x_embedder = nn.ModuleDict({"proj": patches})
         self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(*steps)})
         self.y_embedder = nn.ModuleDict({"embedding_table": classes})
-        layers = map(config.layer, range(config.num_layers))
-        self.blocks = nn.ModuleList(DiTBlock(layer, config.mlp_ratio, terms, self.batch, recompute) for layer in layers)
+        parts = config.mlp_ratio, self.batch, recompute
+        self.blocks = nn.ModuleList(DiTBlock(*layer, *parts) for layer in routed_layers(config, seed))
         self.final_layer = nn.ModuleDict({"linear": linear(d, p * p * 2 * c), "adaLN_modulation": modulation(d, 2)})
 
     def forward(self, x, t, y, noise):
@@ -90,10 +90,10 @@ class DiT(WholeModel):
 class DiTBlock(RoutedBlock):
     """x + gate Attention(modulated x), then x + gate MLP(modulated x). layer: ``ImageLayer``."""
 
-    def __init__(self, layer, mlp_ratio, loss_terms, batch, recompute):
+    def __init__(self, layer, router, mlp_ratio, batch, recompute):
         super().__init__(layer.index, batch, recompute)
         d, inner = layer.hidden_size, int(layer.hidden_size * mlp_ratio)
-        self.attn = Attention(layer, loss_terms)
+        self.attn = Attention(layer, router)
         self.mlp = nn.ModuleDict({"fc1": xavier_linear(d, inner), "fc2": xavier_linear(inner, d)})
         self.adaLN_modulation = modulation(d, 6)
 
@@ -115,17 +115,15 @@ class Attention(nn.Module):
     The rows of qkv are those of queries, keys and values, each ordered by head.
     """
 
-    def __init__(self, layer, loss_terms):
+    def __init__(self, layer, router):
         super().__init__()
         self.heads = layer.num_attention_heads, layer.head_dim
         d, inner = layer.hidden_size, math.prod(self.heads)
         self.qkv, self.proj = xavier_linear(d, 3 * inner), xavier_linear(inner, d)
-        self.router = AllHeads()
-        if layer.routed is not None:
-            self.router = HeadRouter(layer, layer.index, INIT_STD, loss_terms=loss_terms)
-            for weight in self.router.parameters():
-                if weight.init_std:  # weights of ``sigmoid`` start at 0
-                    describe(weight, bound=xavier(*weight.shape))
+        self.router = router
+        for weight in router.parameters():
+            if weight.init_std:  # weights of ``sigmoid`` start at 0
+                describe(weight, bound=xavier(*weight.shape))
 
     def forward(self, x, inputs, replay):
         """Map x [s, b, d] to the output [s, b, d] and the ``RouterOutput``."""

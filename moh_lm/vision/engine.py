@@ -19,8 +19,9 @@ class ImageEngine(Engine):
         super().__init__(config, groups, device, num_sources, layer, config.run.ema_decay)
 
     def build_model(self):
-        model = self.network(self.config.model, self.config.run.recompute)
-        model.initialize(self.config.run.seed)
+        run = self.config.run
+        model = self.network(self.config.model, run.recompute, run.seed)
+        model.initialize(run.seed)
         return model.to(self.device)
 
     def loss(self, batch):

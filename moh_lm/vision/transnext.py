@@ -15,8 +15,7 @@ from torch import nn
 
 from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.block import RoutedBlock
-from moh_lm.model.router import AllHeads, HeadRouter
-from moh_lm.model.transformer import WholeModel, loss_terms
+from moh_lm.model.transformer import WholeModel
 from moh_lm.vision.layers import (
     INIT_STD,
     AggregatedAttention,
@@ -27,16 +26,17 @@ from moh_lm.vision.layers import (
     linear,
     to_images,
 )
+from moh_lm.vision.routers import routed_layers
 
 
 class Block(RoutedBlock):
-    """A layer of a stage. layer: ``ImageLayer``. loss_terms: see ``HeadRouter``."""
+    """A layer of a stage. layer: ``ImageLayer``."""
 
-    def __init__(self, layer, sr_ratio, mlp_ratio, loss_terms, batch, recompute):
+    def __init__(self, layer, router, sr_ratio, mlp_ratio, batch, recompute):
         super().__init__(layer.index, batch, recompute)
         width = layer.hidden_size
         self.norm1, self.norm2 = layer_norm(width), layer_norm(width)
-        self.attn = make_attention(layer, sr_ratio, loss_terms)
+        self.attn = make_attention(layer, router, sr_ratio)
         self.mlp = ConvolutionalGLU(width, 2 * width * mlp_ratio // 3)
 
     def router(self):
@@ -50,24 +50,26 @@ class Block(RoutedBlock):
         return x + (mlp if kept is None else mlp * kept[1]), routing
 
 
-def make_attention(layer, sr_ratio, loss_terms):
+def make_attention(layer, router, sr_ratio):
     """Return the attention of an ``ImageLayer``. sr_ratio: side over cells, rounded down; 1: to all tokens."""
-    router = HeadRouter(layer, layer.index, INIT_STD, loss_terms=loss_terms) if layer.routed else AllHeads()
     parts = layer.hidden_size, layer.num_attention_heads, math.isqrt(layer.tokens), router
     return AggregatedAttention(*parts, cells=parts[2] // sr_ratio) if sr_ratio > 1 else CosineAttention(*parts)
 
 
 class TransNeXt(WholeModel):
-    """The whole model. config: ``ViTConfig``. Parameters are left as torch makes them; ``initialize`` draws them."""
+    """The whole model. config: ``ViTConfig``. Parameters are left as torch makes them; ``initialize`` draws them.
 
-    def __init__(self, config, recompute=False):
+    seed: that of the run.
+    """
+
+    def __init__(self, config, recompute=False, seed=0):
         super().__init__()
-        self.batch, terms = BatchContext(), loss_terms(config)
+        self.batch = BatchContext()
         self.num_stages, self.num_layers, self.drop_path = len(config.depths), config.num_layers, config.drop_path
-        channels, layers = config.in_channels, map(config.layer, range(config.num_layers))
+        channels, layers = config.in_channels, routed_layers(config, seed)
         for stage, width in enumerate(config.hidden_sizes):
             ratios = config.sr_ratios[stage], config.mlp_ratios[stage]
-            blocks = [Block(next(layers), *ratios, terms, self.batch, recompute) for _ in range(config.depths[stage])]
+            blocks = [Block(*next(layers), *ratios, self.batch, recompute) for _ in range(config.depths[stage])]
             self.add_module(f"patch_embed{stage + 1}", PatchEmbedding(channels, width, stride=2 if stage else 4))
             self.add_module(f"block{stage + 1}", nn.ModuleList(blocks))
             self.add_module(f"norm{stage + 1}", layer_norm(width))

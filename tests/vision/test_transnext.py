@@ -15,6 +15,7 @@ from moh_lm.model.router import Gates, SelectionReplay
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.layers import to_images, to_tokens
+from moh_lm.vision.routers import routed_layers
 from moh_lm.vision.transnext import Block, TransNeXt, make_attention
 from tests.models import attend
 from tests.reference import Routing, route
@@ -50,8 +51,7 @@ def make_layer(side, cells, heads=MIXTURE):
         image_size=4 * side, hidden_sizes=(16,), depths=(1,), num_attention_heads=(4,), mlp_ratios=(2,),
         heads=replace(heads, num_shared_heads=(1,), num_active_routed_heads=(2,)),
     )  # fmt: skip
-    layer = config.layer(0)
-    attention = scattered(make_attention(layer, side // cells if cells else 1, 1)).double()
+    attention = scattered(make_attention(*next(routed_layers(config, 0)), side // cells if cells else 1)).double()
     return attention, torch.randn(side * side, BATCH, 16, dtype=torch.float64)
 
 

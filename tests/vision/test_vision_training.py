@@ -15,14 +15,20 @@ from safetensors.torch import load_file
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError, flag
+from moh_lm.extras.gumbel import GumbelNoise
 from moh_lm.flags import make_parser
+from moh_lm.model.batch_context import RouterInputs
+from moh_lm.model.block import modules_of
+from moh_lm.model.router import HeadRouter
 from moh_lm.run.loop import Run
 from moh_lm.run.resume import contradictions, of_data
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
 from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS, ViTConfig
+from moh_lm.vision.engine import ImageEngine
 from moh_lm.vision.evaluation import DiffusionEvaluation
+from moh_lm.vision.load import MODELS
 from moh_lm.vision.task import DIT, VIT
 from tests.distributed import run_ranks
 from tests.running import rows, train_here
@@ -113,6 +119,21 @@ def test_a_stopped_run_resumes_bit_for_bit(images, tmp_path, kind):
     assert all(torch.equal(value, wanted[name]) for name, value in tensors(tmp_path / "stopped").items())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["vit", "dit"])
+def test_gumbel_noise_changes_selections_in_training_only(kind):
+    config = parsed(kind, [*COMMON.split(), *FLAGS[kind].split(), "--router-gumbel-noise", "2"])
+    model = ImageEngine.build_model(SimpleNamespace(network=MODELS[kind][0], config=config, device="cpu"))
+    router, samples = modules_of(model, HeadRouter)[-1], torch.tensor([3, 11])
+    x = torch.randn(16, 2, router.width)
+    scores = router.scores(x)[1]
+    noise = GumbelNoise(2.0, config.run.seed, router.layer.index).draw(samples, 0, scores)
+    for ranking in (scores + noise, scores):
+        chosen = torch.zeros_like(scores).scatter(-1, ranking.topk(router.layer.num_active).indices, 1.0)
+        assert torch.equal(router(x, RouterInputs(samples)).selection, chosen)
+        router.eval()
+
+
 @pytest.mark.parametrize(
     "kind, flags, named",
     [
@@ -171,6 +192,7 @@ def test_the_log_says_what_heads_and_held_out_images_do(images, kind):
 
 WRONG = {
     "vit --tensor-parallel-size 2": "--tensor-parallel-size 2: is for language models; leave it out",
+    "vit --gpu-hour-price 2.5": "--gpu-hour-price 2.5: is for language models; leave it out",
     "vit --optimizer muon": "--optimizer muon: is for language models; leave it out",
     "vit --routed-keys selected": "--routed-keys selected: is for language models; leave it out",
     "vit --image-size 40": "--image-size 40: must be a multiple of 32",
