@@ -126,8 +126,9 @@ def soft_targets(labels, num_classes, smoothing):
 
 
 def mix(images, targets, mixup, cutmix, rng):
-    """Combine each image with its mirror position in the batch by Mixup or CutMix. Returns [b, c, H, W] and [b,
-    classes].
+    """Combine each image with the one half a batch before it by Mixup or CutMix. Returns [b, c, H, W] and [b, classes].
+
+    Three repeats of an image in a row are not combined with each other in a batch of 6 or more.
 
     mixup, cutmix: alpha of Beta(alpha, alpha), from which the batch's weight is drawn (arXiv 1710.09412, 1905.04899);
     0: never.
@@ -136,7 +137,8 @@ def mix(images, targets, mixup, cutmix, rng):
     if not cuts and mixup == 0:
         return images, targets
     weight = rng.beta(*(cutmix if cuts else mixup,) * 2)
-    others = images.flip(0)
+    half = len(images) // 2
+    others = images.roll(half, 0)
     if cuts:
         height, width = images.shape[2:]
         sides = [int(side * math.sqrt(1 - weight)) for side in (height, width)]
@@ -150,4 +152,4 @@ def mix(images, targets, mixup, cutmix, rng):
         weight = 1 - (bottom - top) * (right - left) / (height * width)
     else:
         images = images * weight + others * (1 - weight)
-    return images, targets * weight + targets.flip(0) * (1 - weight)
+    return images, targets * weight + targets.roll(half, 0) * (1 - weight)

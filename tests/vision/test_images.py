@@ -123,16 +123,24 @@ def test_reading_leaves_global_generators_alone(folder):
 
 @pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0)])
 def test_targets_are_mixed_by_the_share_of_pixels(alphas):
-    """A batch is mixed with itself in reverse. The mean of a mixed image says how much of either is in it."""
-    own, others = torch.arange(5.0), torch.arange(5.0).flip(0)
+    """Partners are half a batch apart. The mean of a mixed image says how much of either is in it."""
+    own, others = torch.arange(5.0), torch.tensor([3.0, 4.0, 0.0, 1.0, 2.0])
     images, targets = own[:, None, None, None].expand(5, 3, 12, 12), torch.eye(5)
     for seed in range(8):
         mixed, soft = mix(images, targets, *alphas, np.random.default_rng(seed))
-        weight = 1 - soft[0, 4].item()
+        weight = 1 - soft[0, 3].item()
         torch.testing.assert_close(mixed.mean((1, 2, 3)), own * weight + others * (1 - weight))
         torch.testing.assert_close(soft.sum(1), torch.ones(5))
         values = mixed[0].unique()
-        assert len(values) == 1 if alphas[1] == 0 else {*values.tolist()} <= {0.0, 4.0}
+        assert len(values) == 1 if alphas[1] == 0 else {*values.tolist()} <= {0.0, 3.0}
+
+
+@pytest.mark.parametrize("size", [6, 7, 16])
+def test_an_image_is_not_mixed_with_its_repetitions(size):
+    for first in range(REPEATS):
+        which = torch.arange(first, first + size) // REPEATS
+        _, soft = mix(torch.rand(size, 1, 8, 8), torch.eye(size)[which], 0.8, 0.0, np.random.default_rng(1))
+        assert ((soft > 0).sum(1) == 2).all()
 
 
 def test_mixup_and_cutmix_take_turns_by_chance():
