@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_leftovers, set_aside
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, UNNAMED, ConfigError, ParallelConfig, flag, raise_any, walk
+from moh_lm.config import TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -36,6 +36,10 @@ SPEED = (  # fields that change how many tokens a device computes in a second
 )  # fmt: skip
 LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest)\.tmp-\d+")  # of a killed start
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
+SCALED = (  # how a language model whose gates are far from 1 loses its routers
+    "tools/export_hf.py, then tools/import_hf.py --head-selection all --allow-routing-change scale the projections by "
+    "them"
+)
 OF_TRAINING = (  # fields that change how a run is trained, besides those of the optimizer
     "train_iters", "train_tokens", "batch_tokens", "batch_warmup", "precision", "seed", "absurd_factor", "spike_sigmas",
     "spike_window", "on_spike",
@@ -197,8 +201,8 @@ def model_changes(before, config):
             continue
         hint = " (--allow-routing-change resumes anyway)" if dropped or key in TRAINING_ONLY else ""
         if dropped and not gates_of_one(type(config).from_dict(before).model):
-            hint = f", but gates of --routing {before['routing']} are far from 1 (tools/export_hf.py, then "
-            hint += "tools/import_hf.py --head-selection all --allow-routing-change scale the projections by them)"
+            hint = f", but gates of --routing {before['routing']} are far from 1"
+            hint += f" ({SCALED})" * isinstance(config, Config)
         elif dropped and config.run.allow_routing_change:
             continue
         found.append(f"{key} was {before[key]} and is {now[key]}{hint}")

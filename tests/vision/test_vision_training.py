@@ -21,7 +21,7 @@ from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.block import modules_of
 from moh_lm.model.router import HeadRouter
 from moh_lm.run.loop import Run
-from moh_lm.run.resume import contradictions, of_data
+from moh_lm.run.resume import contradictions, model_changes, of_data
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
 from moh_lm.vision.checks import vit_problems
@@ -224,6 +224,17 @@ def test_a_run_of_the_other_kind_is_no_run_to_go_on_with(images):
         assert contradictions(parsed(other, arguments(other, images, whole(other, images)))) == []
         with pytest.raises(ConfigError, match=f"belongs to a run of moh_lm.vision {other}; give one of"):
             Config.load(whole(other, images) / "config.json")
+
+
+def refused(kind, flags, more):
+    """Why a run with these flags does not resume with ``more``."""
+    before, now = (parsed(kind, [*FLAGS[kind].split(), *text.split()]) for text in (flags, f"{flags} {more}"))
+    return model_changes(before.to_dict(), now)
+
+
+def test_an_image_run_is_not_sent_to_tools_of_language_models():
+    (sentence,) = refused("vit", "--routing paper", "--head-selection all")
+    assert sentence == "head_selection was mixture and is all, but gates of --routing paper are far from 1"
 
 
 def test_a_classifier_is_not_judged_by_folders_of_other_names(images, tmp_path, capsys):
