@@ -20,8 +20,8 @@ class TaskConfig:
     presets, of_presets     the names for --preset, and what it sets, in words
     scripts_have_sizes      whether launch scripts are for one size of a model, and --preset for runs without a script
     unit, sample_name       the unit of losses, and the name of a sample
-    of_data, of_loss        fields beside those of the model that say what is read (and that the data set does not
-                            compare itself), and that change losses or gradient norms
+    of_data, of_loss        fields that say what is read (and that the data set does not compare itself), and that
+                            change losses or gradient norms but not the trained function
     moving                  fields of the model that the steps of the run change
     """
 
@@ -45,6 +45,10 @@ class TaskConfig:
     def preset(cls, name, given):
         """Return {field: value} of what the preset ``name`` sets, except for the fields in ``given``."""
         return {key: value for key, value in cls.presets[name].items() if key not in given}
+
+    def may_change(self, name, was):
+        """Return whether a resume may change the field ``name`` of the model from the value ``was``."""
+        return name in self.of_loss
 
     def idle_fields(self):
         """Return {reason: [fields]} of settings without effect on this run, beside those of heads and optimizer."""

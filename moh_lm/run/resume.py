@@ -67,7 +67,7 @@ def resume(task, state, event_log, progress):
     for key in now:
         if before[key] != now[key] and not begins:
             log_rank0(f"resuming with another {key}: {now[key]} instead of {before[key]}")
-    changes = differing(names_of(config.model), before, now)
+    changes = differing([name for name in names_of(config.model) if name not in config.of_loss], before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
     training = {} if begins else differing(of_training(config), before, now)
     for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
@@ -194,7 +194,7 @@ def model_changes(before, config):
     """
     now, found = config.to_dict(), []
     for key in names_of(config.model):
-        if key in config.moving:
+        if key in config.moving or config.may_change(key, before[key]):
             continue
         dropped = key == "head_selection" and before[key] == "mixture"
         if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):

@@ -273,7 +273,7 @@ class ViTTraining(ImageTraining):
 
     model: ViTConfig = field(default_factory=ViTConfig)
     kind, presets, program, about = "vit", VIT, "moh_lm.vision vit", __doc__
-    of_data = ("seed", "repeated_augmentation")
+    of_data, of_loss = ("seed", "repeated_augmentation"), (*ImageTraining.of_loss, "drop_path")
     unused = ("samples", "sampling_steps", "cfg_scale")
 
 
@@ -283,10 +283,15 @@ class DiTTraining(ImageTraining):
 
     model: DiTConfig = field(default_factory=DiTConfig)
     kind, presets, program, about = "dit", DIT, "moh_lm.vision dit", __doc__
+    of_loss = (*ImageTraining.of_loss, "class_dropout")
     unused = (
         "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "label_smoothing",
         "repeated_augmentation",
     )  # fmt: skip
+
+    def may_change(self, name, was):
+        """See ``TaskConfig``. A --class-dropout of 0 stays, since it decides whether guidance is possible."""
+        return super().may_change(name, was) and was > 0 < getattr(self.model, name)
 
 
 KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}

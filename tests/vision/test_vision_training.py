@@ -32,7 +32,7 @@ from moh_lm.vision.load import MODELS
 from moh_lm.vision.task import DIT, VIT
 from tests.distributed import run_ranks
 from tests.running import rows, train_here
-from tests.training.runs import left_after
+from tests.training.runs import events, left_after
 from tests.vision.cases import parsed
 from tools import checkpoint, evaluate_vision
 
@@ -235,6 +235,20 @@ def refused(kind, flags, more):
 def test_an_image_run_is_not_sent_to_tools_of_language_models():
     (sentence,) = refused("vit", "--routing paper", "--head-selection all")
     assert sentence == "head_selection was mixture and is all, but gates of --routing paper are far from 1"
+
+
+def test_a_model_may_be_trained_on_with_other_dropout():
+    assert refused("vit", "", "--drop-path 0") == refused("dit", "", "--class-dropout 0.2") == []
+    assert refused("dit", "", "--class-dropout 0") == ["class_dropout was 0.1 and is 0.0"]
+    assert refused("dit", "--class-dropout 0", "--class-dropout 0.1") == ["class_dropout was 0.0 and is 0.1"]
+
+
+def test_other_dropout_at_a_resume_is_an_event(images, tmp_path):
+    left_after(2, whole("vit", images), tmp_path)
+    run_ranks(run, 1, "vit", arguments("vit", images, tmp_path, "--drop-path", "0.1"), 3)
+    (event,) = events(tmp_path, "loss changed")
+    assert (event["step"], event["changes"]) == (2, {"drop_path": [0.3, 0.1]})
+    assert not events(tmp_path, "routing changed")
 
 
 def test_a_classifier_is_not_judged_by_folders_of_other_names(images, tmp_path, capsys):
