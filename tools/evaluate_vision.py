@@ -6,9 +6,10 @@
 The first form prints top-1 and top-5 accuracy and loss over class folders. There must be one folder per class of the
 model, in the order of their names.
 
-The second form compares two sets of images, each an .npz (arr_0, uint8 [n, H, W, 3]) or a directory of PNGs.
-torch-fidelity computes FID, KID, the Inception Score of the samples, and precision and recall of Inception's features
-as in ADM's evaluator, but not sFID. Numbers depend on n; published ones use 50,000 samples.
+The second form compares two sets of images, each an .npz (arr_0, uint8 [n, H, W, 3 or 1]) or a directory of PNGs.
+torch-fidelity computes FID, KID, the Inception Score of the samples, and precision and recall of Inception's features,
+but not sFID. Numbers depend on n; published ones use 50,000 samples. Precision and recall compare the samples with at
+most 10,000 images of the reference, drawn by chance but always the same, as many as ADM's evaluator uses.
 
 Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an image must be fixed.
 """

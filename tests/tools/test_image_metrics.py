@@ -28,6 +28,13 @@ def test_a_directory_of_pngs_is_read_as_images_are_in_training(tmp_path):
     assert len(images) == 12 and all((image == 200).all() for image in images)
 
 
+def test_grey_images_get_three_equal_channels(tmp_path):
+    grey = pictures(0, 256)[..., :1]
+    np.savez(tmp_path / "grey.npz", arr_0=grey)  # as tools/sample_images.py writes them
+    images = torch.stack(list(image_metrics.Pictures("--samples", tmp_path / "grey.npz")))
+    assert np.array_equal(images.permute(0, 2, 3, 1), grey.repeat(3, axis=-1))
+
+
 @pytest.fixture(scope="module")
 def extractor(tmp_path_factory):
     """torch-fidelity's Inception with random weights that keep signals as large as they are, and their file."""
@@ -84,7 +91,7 @@ def test_distances_are_those_of_the_features(extractor, tmp_path, monkeypatch, c
         ("--samples text.npz --reference good.npz --inception text.npz", "text.npz: is neither an .npz with"),
         ("--samples good.npz --reference few.npz --inception text.npz", "--reference few.npz: has 3 images; give at"),
         ("--samples grey.npz --reference good.npz --inception text.npz", "--samples grey.npz: arr_0 is uint8 [32, 32]"),
-        ("--samples good.npz --reference good.npz --inception text.npz", "--inception text.npz: holds no weights"),
+        ("--samples good.npz --reference good.npz --inception text.npz", "--inception text.npz: does not hold weights"),
         ("--samples good.npz --reference good.npz --inception other.pt", "other.pt: is not the Inception"),
         ("--samples bad --reference good.npz --inception weights.pt", "--samples bad/0.png: cannot be read as an"),
     ],

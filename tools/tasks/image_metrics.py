@@ -36,8 +36,9 @@ class Pictures(torch.utils.data.Dataset):
         if len(self.images) < FEWEST:
             raise ConfigError([f"{flag} {path}: has {len(self.images)} images; give at least {FEWEST}"])
         shape = () if path.is_dir() else self.images.shape[1:]
-        if not path.is_dir() and (self.images.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3):
-            raise ConfigError([f"{flag} {path}: arr_0 is {self.images.dtype} {list(shape)}; give uint8 [n, H, W, 3]"])
+        if not path.is_dir() and (self.images.dtype != np.uint8 or len(shape) != 3 or shape[2] not in (1, 3)):
+            given = f"{flag} {path}: arr_0 is {self.images.dtype} {list(shape)}"
+            raise ConfigError([f"{given}; give uint8 [n, H, W, 3], or [n, H, W, 1] for grey"])
 
     def __len__(self):
         return len(self.images)
@@ -49,7 +50,7 @@ class Pictures(torch.utils.data.Dataset):
                 image = np.asarray(ImagePlace(image, "", 0, -1).read(3))
             except ShardError as error:
                 raise ConfigError([f"{self.flag} {error}"]) from error
-        return torch.from_numpy(image.copy()).permute(2, 0, 1)
+        return torch.from_numpy(image.copy()).permute(2, 0, 1).expand(3, -1, -1)
 
 
 def pngs(directory):
