@@ -87,19 +87,20 @@ def test_images_are_compared_on_the_gpu_that_is_named(tmp_path, monkeypatch):
         yield
         seen.append("done")
 
-    def calculate_metrics(cuda, **settings):
-        seen.append(cuda)
-        return dict.fromkeys(image_metrics.METRICS.values(), 0.0)
+    def calculate_metrics(cuda, input2, prc=False, **settings):
+        seen.append((cuda, prc, len(input2)))
+        return dict.fromkeys((*image_metrics.OF_ALL.values(), *image_metrics.OF_SOME.values()), 0.0)
 
     monkeypatch.setitem(sys.modules, "torch_fidelity", SimpleNamespace(calculate_metrics=calculate_metrics))
     monkeypatch.delitem(sys.modules, "tools.tasks.image_metrics", raising=False)
     image_metrics = importlib.import_module("tools.tasks.image_metrics")
     monkeypatch.delitem(sys.modules, "tools.tasks.image_metrics")  # it is made for this test
     monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(image_metrics, "MOST", 7)
     np.savez(tmp_path / "images.npz", arr_0=np.zeros((10, 8, 8, 3), np.uint8))
     torch.save({"Mixed_7c.branch_pool.bn.weight": torch.zeros(1)}, tmp_path / "weights.pt")
     files = dict.fromkeys(("samples", "reference"), tmp_path / "images.npz")
     arguments = SimpleNamespace(**files, inception=tmp_path / "weights.pt", batch_size=4)
     for device in ("cuda:1", "cpu"):
         image_metrics.compare(arguments, device)
-    assert seen == ["cuda:1", True, "done", False]
+    assert seen == ["cuda:1", (True, False, 10), (True, True, 7), "done", (False, False, 10), (False, True, 7)]

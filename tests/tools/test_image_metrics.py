@@ -67,6 +67,7 @@ def test_distances_are_those_of_the_features(extractor, tmp_path, monkeypatch, c
     model, path = extractor
     layers = {"isc": "logits_unbiased", "fid": "64", "kid": "64", "prc": "64"}  # few features: a small matrix
     monkeypatch.setattr(type(model), "get_default_feature_layer_for_metric", staticmethod(layers.get))
+    monkeypatch.setattr(image_metrics, "MOST", 11)
     samples, real = pictures(0, 256), pictures(1, 120)
     np.savez(tmp_path / "samples.npz", arr_0=samples)
     (tmp_path / "real").mkdir()
@@ -75,11 +76,13 @@ def test_distances_are_those_of_the_features(extractor, tmp_path, monkeypatch, c
     command = ["--samples", str(tmp_path / "samples.npz"), "--reference", str(tmp_path / "real"), "--inception"]
     assert evaluate_vision.main([*command, str(path)]) == 0
     features = [model(torch.from_numpy(part).permute(0, 3, 1, 2))[0].double() for part in (samples, real)]
-    shown = dict(re.findall(r"(\S[\w ]*?) (-?[\d.]+)(?:   |$)", capsys.readouterr().out.splitlines()[1]))
-    assert list(shown) == ["FID", "KID", "Inception Score", "precision", "recall"]
+    lines = capsys.readouterr().out.splitlines()[1:]
+    of_all, of_some = (dict(re.findall(r"(\S[\w ]*?) (-?[\d.]+)(?:   |$)", line)) for line in lines)
+    assert list(of_all) == ["FID", "KID", "Inception Score"] and list(of_some) == ["precision", "recall"]
     distance = frechet_distance(*features)
-    assert distance > 0.1 and float(shown["FID"]) == pytest.approx(distance, rel=1e-3)
-    assert (float(shown["precision"]), float(shown["recall"])) == (0, 0)  # dark and bright images
+    assert distance > 0.1 and float(of_all["FID"]) == pytest.approx(distance, rel=1e-3)
+    assert (float(of_some["precision"]), float(of_some["recall"])) == (0, 0)  # dark and bright images
+    assert lines[1].endswith("   against 11 images of the reference")
 
 
 @pytest.mark.parametrize(

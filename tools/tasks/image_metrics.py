@@ -10,17 +10,20 @@ import torch
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.vision import packages  # noqa: F401 - before torch-fidelity
-from moh_lm.vision.images import ImagePlace, folder_files
+from moh_lm.vision.images import ImagePlace, folder_files, order
+from moh_lm.vision.loader import IN_ORDER
 from tools.hf.convert.import_weights import read_released
 
 # isort: split
 from torch_fidelity import calculate_metrics
 
 FEWEST = 10  # fewest images in a set: the number of parts of the Inception Score
-METRICS = {
+MOST = 10_000  # most reference images for precision and recall, which compare each with every other
+OF_ALL = {
     "FID": "frechet_inception_distance", "KID": "kernel_inception_distance_mean",
-    "Inception Score": "inception_score_mean", "precision": "precision", "recall": "recall",
+    "Inception Score": "inception_score_mean",
 }  # fmt: skip
+OF_SOME = {"precision": "precision", "recall": "recall"}
 
 
 class Pictures(torch.utils.data.Dataset):
@@ -69,12 +72,20 @@ def compare(arguments, device):
     if "Mixed_7c.branch_pool.bn.weight" not in weights:
         raise ConfigError([f"--inception {arguments.inception}: is not the Inception of torch-fidelity; see --help"])
     on_gpu = device != "cpu"
+    settings = dict(
+        feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(arguments.inception),
+        batch_size=arguments.batch_size, kid_subset_size=min(1000, len(samples), len(reference)),
+        cuda=on_gpu, cache=False, save_cpu_ram=True, verbose=False,
+    )  # fmt: skip
+    some = torch.utils.data.Subset(reference, order(IN_ORDER, 0, len(reference))[:MOST])
+    numbers = f"{len(samples):,} samples of {arguments.samples}, {len(reference):,} images of {arguments.reference}"
+    print(numbers, flush=True)
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # torch-fidelity uses the current GPU
-        found = calculate_metrics(
-            input1=samples, input2=reference, fid=True, kid=True, isc=True, prc=True, cuda=on_gpu, cache=False,
-            feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(arguments.inception),
-            batch_size=arguments.batch_size, kid_subset_size=min(1000, len(samples), len(reference)),
-            save_cpu_ram=True, verbose=False,
-        )  # fmt: skip
-    print(f"{len(samples):,} samples of {arguments.samples}, {len(reference):,} images of {arguments.reference}")
-    print("   ".join(f"{name} {found[key]:.4f}" for name, key in METRICS.items()))
+        found = calculate_metrics(input1=samples, input2=reference, fid=True, kid=True, isc=True, **settings)
+        print(shown(OF_ALL, found), flush=True)
+        found = calculate_metrics(input1=samples, input2=some, prc=True, **settings)
+        print(f"{shown(OF_SOME, found)}   against {len(some):,} images of the reference")
+
+
+def shown(metrics, found):
+    return "   ".join(f"{name} {found[key]:.4f}" for name, key in metrics.items())
