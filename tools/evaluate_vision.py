@@ -1,7 +1,7 @@
 """Evaluates an image model: the accuracy of a classifier, or how close generated images are to real ones.
 
     python tools/evaluate_vision.py RUN_OR_STEP --images DIR_OR_TAR
-    python tools/evaluate_vision.py --samples A.npz --reference B.npz --inception FILE
+    python tools/evaluate_vision.py --samples A.npz [B.npz ...] --reference C.npz --inception FILE
 
 The first form prints top-1 and top-5 accuracy and loss over class folders. There must be one folder per class of the
 model, in the order of their names.
@@ -45,8 +45,8 @@ def add_flags(parser):
     add("--weights", choices=("master", "ema"), help="weights, or their moving average (default: ema if kept)")
     add("--workers", type=at_least(0), default=min(4, os.cpu_count()), metavar="N", help="processes that read images "
         "(default: %(default)s)")  # fmt: skip
-    add("--samples", type=Path, metavar="FILE", help="generated images: an .npz, or a directory of PNGs")
-    add("--reference", type=Path, metavar="FILE", help="real images, in the same form")
+    add("--samples", type=Path, nargs="+", metavar="FILE", help="generated images: .npz files, or a directory of PNGs")
+    add("--reference", type=Path, metavar="FILE", help="real images: an .npz, or a directory of PNGs")
     add("--inception", type=Path, metavar="FILE", help=f"weights of Inception v3, from https://{INCEPTION}")
     add("--batch-size", type=at_least(1), default=64, metavar="N", help="images at a time (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")

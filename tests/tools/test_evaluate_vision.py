@@ -99,7 +99,7 @@ def test_images_are_compared_on_the_gpu_that_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(image_metrics, "MOST", 7)
     np.savez(tmp_path / "images.npz", arr_0=np.zeros((10, 8, 8, 3), np.uint8))
     torch.save({"Mixed_7c.branch_pool.bn.weight": torch.zeros(1)}, tmp_path / "weights.pt")
-    files = dict.fromkeys(("samples", "reference"), tmp_path / "images.npz")
+    files = dict(samples=[tmp_path / "images.npz"], reference=tmp_path / "images.npz")
     arguments = SimpleNamespace(**files, inception=tmp_path / "weights.pt", batch_size=4)
     for device in ("cuda:1", "cpu"):
         image_metrics.compare(arguments, device)

@@ -69,14 +69,16 @@ def test_distances_are_those_of_the_features(extractor, tmp_path, monkeypatch, c
     monkeypatch.setattr(type(model), "get_default_feature_layer_for_metric", staticmethod(layers.get))
     monkeypatch.setattr(image_metrics, "MOST", 11)
     samples, real = pictures(0, 256), pictures(1, 120)
-    np.savez(tmp_path / "samples.npz", arr_0=samples)
+    for name, part in (("a", samples[:5]), ("b", samples[5:])):
+        np.savez(tmp_path / f"{name}.npz", arr_0=part)
     (tmp_path / "real").mkdir()
     for number, image in enumerate(real):
         Image.fromarray(image).save(tmp_path / "real" / f"{number}.png")
-    command = ["--samples", str(tmp_path / "samples.npz"), "--reference", str(tmp_path / "real"), "--inception"]
-    assert evaluate_vision.main([*command, str(path)]) == 0
+    command = [*(str(tmp_path / name) for name in ("a.npz", "b.npz")), "--reference", str(tmp_path / "real")]
+    assert evaluate_vision.main(["--samples", *command, "--inception", str(path)]) == 0
     features = [model(torch.from_numpy(part).permute(0, 3, 1, 2))[0].double() for part in (samples, real)]
-    lines = capsys.readouterr().out.splitlines()[1:]
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"12 samples of {command[0]} {command[1]}, 12 images")
     of_all, of_some = (dict(re.findall(r"(\S[\w ]*?) (-?[\d.]+)(?:   |$)", line)) for line in lines)
     assert list(of_all) == ["FID", "KID", "Inception Score"] and list(of_some) == ["precision", "recall"]
     distance = frechet_distance(*features)

@@ -36,8 +36,6 @@ class Pictures(torch.utils.data.Dataset):
         except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile) as error:
             neither = f"is neither an .npz with arr_0 nor a directory of PNGs ({error})"
             raise ConfigError([f"{flag} {path}: {neither}"]) from error
-        if len(self.images) < FEWEST:
-            raise ConfigError([f"{flag} {path}: has {len(self.images)} images; give at least {FEWEST}"])
         shape = () if path.is_dir() else self.images.shape[1:]
         if not path.is_dir() and (self.images.dtype != np.uint8 or len(shape) != 3 or shape[2] not in (1, 3)):
             given = f"{flag} {path}: arr_0 is {self.images.dtype} {list(shape)}"
@@ -62,9 +60,18 @@ def pngs(directory):
     return [os.path.join(directory, name) for name in names]
 
 
+def whole(flag, *paths):
+    """The images of several ``Pictures``, one after the other. Raises ConfigError if they are too few."""
+    pictures = torch.utils.data.ConcatDataset([Pictures(flag, path) for path in paths])
+    if len(pictures) < FEWEST:
+        given = " ".join(map(str, paths))
+        raise ConfigError([f"{flag} {given}: has {len(pictures)} images; give at least {FEWEST}"])
+    return pictures
+
+
 def compare(arguments, device):
     """Print how close the samples are to the reference."""
-    samples, reference = Pictures("--samples", arguments.samples), Pictures("--reference", arguments.reference)
+    samples, reference = whole("--samples", *arguments.samples), whole("--reference", arguments.reference)
     try:
         weights = read_released(arguments.inception)  # torch-fidelity would run code in the file
     except ConfigError as error:
@@ -78,8 +85,8 @@ def compare(arguments, device):
         cuda=on_gpu, cache=False, save_cpu_ram=True, verbose=False,
     )  # fmt: skip
     some = torch.utils.data.Subset(reference, order(IN_ORDER, 0, len(reference))[:MOST])
-    numbers = f"{len(samples):,} samples of {arguments.samples}, {len(reference):,} images of {arguments.reference}"
-    print(numbers, flush=True)
+    of = " ".join(map(str, arguments.samples))
+    print(f"{len(samples):,} samples of {of}, {len(reference):,} images of {arguments.reference}", flush=True)
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # torch-fidelity uses the current GPU
         found = calculate_metrics(input1=samples, input2=reference, fid=True, kid=True, isc=True, **settings)
         print(shown(OF_ALL, found), flush=True)
