@@ -5,12 +5,14 @@
     python tools/sample_images.py RUN_OR_STEP --number 50000 --npz samples.npz     arr_0, uint8 [n, H, W, c], as ADM's
 
 Image n has the n-th of the given classes, which repeat. It depends only on --seed and n, not on the batch, so several
-processes can each draw a part, starting at --first.
+processes can each draw a part, starting at --first. With --images-per-npz 1000, samples-0.npz, samples-1000.npz and so
+on are written as they are drawn, and --first draws the rest after a stop. tools/evaluate_vision.py reads all of them.
 
 Exit codes: 0; 2 an argument or the checkpoint must be fixed.
 """
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.command import device, output_path, run_file
 from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import temporary_name
 from moh_lm.units import at_least
 
 
@@ -40,6 +43,8 @@ def add_flags(parser):
     add("--vae", type=Path, metavar="DIR", help="directory of the AutoencoderKL that decodes latents")
     add("--output", type=output_path, metavar="FILE", help="picture with all images, such as grid.png")
     add("--npz", type=output_path, metavar="FILE", help="file with the pixels as an array, such as samples.npz")
+    add("--images-per-npz", type=at_least(1), metavar="N", help="images in a file, for --npz; the number of its first "
+        "image is added to its name (default: all in one file)")  # fmt: skip
     add("--batch-size", type=at_least(1), default=32, metavar="N", help="images at a time (default: %(default)s)")
     dtypes = ("float32", "bfloat16")
     add("--dtype", default="float32", choices=dtypes, help="precision of the model (default: %(default)s)")
@@ -55,11 +60,12 @@ def check(arguments):
             problems.append(f"{flag} {files[flag]}: give a name that ends in {ending}")
     if not any(files.values()):
         problems.append("give --output or --npz")
+    if arguments.images_per_npz and not arguments.npz:
+        problems.append(f"--images-per-npz {arguments.images_per_npz}: needs --npz; add it")
     raise_any(problems)
 
 
 def run(arguments):
-    import numpy as np
     import torch
     from PIL import Image
 
@@ -74,20 +80,34 @@ def run(arguments):
     vae = load_vae(arguments.vae, config.model.in_channels).to(device) if arguments.vae else None
     model.to(device, getattr(torch, arguments.dtype))
     classes = arguments.classes or range(config.model.num_classes)
-    last, images, pixels = arguments.first + arguments.number, [], []
-    for first in range(arguments.first, last, arguments.batch_size):
-        numbers = range(first, min(first + arguments.batch_size, last))
-        y = torch.tensor([classes[number % len(classes)] for number in numbers], device=device)
-        with torch.no_grad():
-            x = model.draw(y, numbers, arguments.seed, arguments.steps, arguments.cfg_scale)
-            x = x if vae is None else vae.decode(x / vae.config.scaling_factor).sample
-        images += [x.cpu()] if arguments.output else []
-        pixels += [to_bytes(x)] if arguments.npz else []
-        print(f"{numbers.stop - arguments.first} of {arguments.number} images", file=sys.stderr)
-    if arguments.npz:
-        np.savez(arguments.npz, arr_0=np.concatenate(pixels))
+    last, images = arguments.first + arguments.number, []
+    each = arguments.images_per_npz or arguments.number
+    for start in range(arguments.first, last, each):
+        pixels, end = [], min(start + each, last)
+        for first in range(start, end, arguments.batch_size):
+            numbers = range(first, min(first + arguments.batch_size, end))
+            y = torch.tensor([classes[number % len(classes)] for number in numbers], device=device)
+            with torch.no_grad():
+                x = model.draw(y, numbers, arguments.seed, arguments.steps, arguments.cfg_scale)
+                x = x if vae is None else vae.decode(x / vae.config.scaling_factor).sample
+            images += [x.cpu()] if arguments.output else []
+            pixels += [to_bytes(x)] if arguments.npz else []
+            print(f"{numbers.stop - arguments.first} of {arguments.number} images", file=sys.stderr)
+        if arguments.npz:
+            path = arguments.npz
+            write(path.with_stem(f"{path.stem}-{start}") if arguments.images_per_npz else path, pixels)
     if arguments.output:
         Image.fromarray(grid(torch.cat(images))).save(arguments.output)
+
+
+def write(path, pixels):
+    """Write parts of an array to an .npz, which is there in full or not at all."""
+    import numpy as np
+
+    unfinished = temporary_name(path)
+    with open(unfinished, "wb") as file:
+        np.savez(file, arr_0=np.concatenate(pixels))
+    os.replace(unfinished, path)
 
 
 def check_model(arguments, model):

@@ -89,6 +89,7 @@ TOOLS = {
         run --output a.png | run: no checkpoint here
         run --output a.jpg | --output a.jpg: give a name that ends in .png
         run --npz nosuch/a.npz | --npz nosuch/a.npz: there is no directory nosuch; create it
+        run --output a.png --images-per-npz 9 | --images-per-npz 9: needs --npz; add it
         run --output a.png --steps 1 | --steps 1: must be 2 or above
         run --output a.png --steps many | --steps many: write a whole number
         run --output a.png --cfg-scale x | --cfg-scale x: write a number such as 3e-4

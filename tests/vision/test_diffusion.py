@@ -229,6 +229,23 @@ def test_image_n_is_a_function_of_the_seed_and_n_alone(run, tmp_path):
     assert not torch.equal(noise[0], noise[1])
 
 
+def test_what_was_drawn_before_a_stop_is_in_files(run, tmp_path, monkeypatch):
+    call = [str(run), "--steps", "3", "--number", "5", "--batch-size", "2", "--npz"]
+    assert sample_images.main([*call, str(tmp_path / "a.npz")]) == 0
+    whole, draw = np.load(tmp_path / "a.npz")["arr_0"], DiT.draw
+
+    def stopped(model, y, numbers, *settings):
+        if 4 in numbers:
+            raise KeyboardInterrupt
+        return draw(model, y, numbers, *settings)
+
+    monkeypatch.setattr(DiT, "draw", stopped)
+    assert sample_images.main([*call, str(tmp_path / "b.npz"), "--images-per-npz", "2"]) == 130
+    parts = [np.load(tmp_path / f"b-{first}.npz")["arr_0"] for first in (0, 2)]
+    assert np.array_equal(np.concatenate(parts), whole[:4])
+    assert {path.name for path in tmp_path.glob("*.npz*")} == {"a.npz", "b-0.npz", "b-2.npz"}
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_images_of_any_number_of_channels_are_shown_side_by_side(channels):
     images = torch.linspace(-1, 1, 3 * channels).view(3, channels, 1, 1).expand(3, channels, 8, 8)
