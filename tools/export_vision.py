@@ -208,15 +208,17 @@ def card(config, is_classifier, step, count):
     if config.heads.head_selection == "mixture":
         share = f"{config.active_share():.0%} of the heads"
         heads = f"Mixture-of-Head attention (arXiv 2410.11842), of which a token uses {share}"
+    tagged, grey = f"pipeline_tag: {tag}\n", ""
+    if is_classifier and config.in_channels == 1:  # the pipeline of transformers converts images to RGB
+        tagged, grey = "", "The model reads grey images; give images in mode L.\n"
     return f"""---
 library_name: {library}
-pipeline_tag: {tag}
----
+{tagged}---
 # {name}
 
 An image model of {count:,} parameters and {config.num_classes} classes, with {heads}.
 The weights are those of step {step.name.removeprefix("step-")} of a run of MoH-LM.
-
+{grey}
     {loads}.from_pretrained("DIR", trust_remote_code=True)
 """
 

@@ -84,6 +84,8 @@ def test_transformers_computes_the_logits_of_the_checkpoint(config, tmp_path):
     with torch.no_grad():
         expected, found = model(images), exported(images, labels=torch.tensor([0, 6, 2]))
     assert exported.config.num_labels == 7
+    grey, card = config.in_channels == 1, (output / "README.md").read_text()
+    assert ("mode L" in card, "pipeline_tag: image-classification" in card) == (grey, not grey)
     torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=1e-5)
     loss = torch.nn.functional.cross_entropy(expected, torch.tensor([0, 6, 2]))
     torch.testing.assert_close(found.loss, loss, atol=1e-5, rtol=1e-5)
