@@ -48,7 +48,7 @@ class TaskConfig:
 
     def may_change(self, name, was):
         """Return whether a resume may change the field ``name`` of the model from the value ``was``."""
-        return name in self.of_loss
+        return False
 
     def idle_fields(self):
         """Return {reason: [fields]} of settings without effect on this run, beside those of heads and optimizer."""

@@ -256,6 +256,9 @@ class ImageTraining(TaskConfig):
     def hides(entry):
         return entry.metadata.get("text_only", False)
 
+    def may_change(self, name, was):
+        return name in self.of_loss
+
     def idle_fields(self):
         return {f"a model of {self.kind}": list(self.unused)}
 
