@@ -64,8 +64,9 @@ def width_of_head(model, most_heads):
 
 
 def latent_sizes(model, head_dim):
+    rank = 4 * head_dim * model.hidden_size // (model.base_width or model.hidden_size or 1)
     return {
-        "kv_lora_rank": or_else(model.kv_lora_rank, 4 * head_dim),
+        "kv_lora_rank": or_else(model.kv_lora_rank, rank),
         "qk_rope_head_dim": or_else(model.qk_rope_head_dim, head_dim // 2),
     }
 
