@@ -107,8 +107,8 @@ class Released(PaperScaled):
         self.balance_factor = layer.num_routed
 
     def routed_gates(self, scores, probability, selected):
-        gates = probability * selected
-        return gates / gates.sum(-1, keepdim=True) * selected.sum(-1, keepdim=True)
+        shares = scores.masked_fill(selected == 0, -math.inf).softmax(-1)  # probabilities over their sum may be 0 / 0
+        return shares * selected.sum(-1, keepdim=True)
 
 
 class Sigmoid(Paper):
