@@ -59,8 +59,8 @@ def sigmoid(scores):
 
 
 def deviation(values):
-    """The unbiased standard deviation of several numbers; 1 of a single one."""
-    if len(values) <= 1:
+    """The unbiased standard deviation of three numbers or more; 1 of fewer."""
+    if len(values) <= 2:
         return 1.0
     spread = values - values.mean()
     return np.sqrt(spread @ spread / (len(values) - 1))

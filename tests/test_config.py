@@ -57,12 +57,25 @@ def test_head_budgets_are_one_number_or_one_per_layer():
 
 
 @pytest.mark.parametrize("tensor, context", [(1, 4), (2, 2), (4, 2)])
-@pytest.mark.parametrize("more", ["", "--num-key-value-heads 8", "--head-selection static"])
+@pytest.mark.parametrize(
+    "more", ["", "--num-key-value-heads 8", "--head-selection static", "--num-key-value-heads 1"]
+)
 def test_a_budget_is_spread_so_that_ranks_can_share_sequences(more, tensor, context):
     flags = "--num-layers 4 --num-attention-heads 16 --hidden-size 64 --head-budget 0.6 --head-budget-slope 0.3"
     degrees = f"--tensor-parallel-size {tensor} --context-parallel-size {context}"
     model = parse(*flags.split(), *more.split(), *degrees.split(), *TINY).model
     assert [*tensor_problems(model, tensor), *context_problems(model, tensor, context)] == []
+
+
+@pytest.mark.parametrize("tensor", ["4", "8"])
+def test_a_budget_is_not_spread_in_groups_that_ranks_divide(tensor):
+    flags = "--num-layers 1 --num-attention-heads 32 --num-key-value-heads 2 --head-dim 4 --tensor-parallel-size"
+    mixed, static = (
+        parse(*flags.split(), tensor, "--head-budget", *more.split(), *TINY).model
+        for more in ("0.75", "0.3 --head-selection static")
+    )
+    assert (mixed.heads.num_shared_heads, mixed.heads.num_active_routed_heads) == ((16,), (8,))
+    assert static.active_heads(0) == 8
 
 
 @pytest.mark.parametrize("heads, groups", [(9, 3), (12, 6), (14, 2), (32, 8), (12, 12)])

@@ -37,6 +37,12 @@ def plan_warnings(config, dataset):
             "--num-active-routed-heads: with the shared heads every token uses all of them, so that nothing is "
             "selected; choose fewer, or --head-selection gated"
         )
+    groups = [layer.of_group() for layer in model.routed_layers()]
+    if model.heads.routing == "released" and any(group.num_active == 1 < group.num_routed for group in groups):
+        yield (
+            "--routing released: with one selected head its gate does not depend on its score, so that the loss "
+            "teaches W_r nothing; choose another routing, or more --num-active-routed-heads"
+        )
     if config.data.validation_fraction > 0.5:
         yield f"--validation-fraction {config.data.validation_fraction:g}: less is left for training than is held out"
     if dataset is None:

@@ -101,10 +101,10 @@ def decay_problems(optimizer, train_iters):
     if train_iters is None or train_iters < 1:
         return []
     decay = optimizer.decay(train_iters)
-    most = train_iters - optimizer.warmup_iters
+    most = max(0, train_iters - optimizer.warmup_iters)
     if not 0 <= decay <= most:
         return [
-            f"--decay-iters {decay}: {between(0, max(0, most))}, the {train_iters} iterations of the run "
+            f"--decay-iters {decay}: {between(0, most)}, the {train_iters} iterations of the run "
             f"without the --warmup-iters {optimizer.warmup_iters}"
         ]
     return []

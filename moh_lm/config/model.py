@@ -35,7 +35,9 @@ class ModelConfig(HeadsOfLayers):
         choices=("heads", "latent"),
     )
     kv_lora_rank: int | None = option(
-        None, "dimension of the compressed key/value latent, for --attention latent (default: 4 x head dim)"
+        None,
+        "dimension of the compressed key/value latent, for --attention latent (default: 4 x head dim, times "
+        "--hidden-size / --base-width)",
     )
     q_lora_rank: int | None = option(
         None, "rank of the query projection, for --attention latent (default: none, a full projection)"

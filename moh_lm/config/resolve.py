@@ -64,8 +64,9 @@ def width_of_head(model, most_heads):
 
 
 def latent_sizes(model, head_dim):
+    rank = 4 * head_dim * model.hidden_size // (model.base_width or model.hidden_size or 1)
     return {
-        "kv_lora_rank": or_else(model.kv_lora_rank, 4 * head_dim),
+        "kv_lora_rank": or_else(model.kv_lora_rank, rank),
         "qk_rope_head_dim": or_else(model.qk_rope_head_dim, head_dim // 2),
     }
 
@@ -153,9 +154,9 @@ def heads_together(heads, number, group, tp, cp):
     """Return the multiples in which a layer of ``number`` heads uses heads, and in which heads are always on."""
     if heads.routing_unit == "head_in_group" and heads.head_selection == "mixture":
         return (max(1, number // group),) * 2  # the same number in every group
-    unit = step = group if heads.routing_unit == "key_value_group" else 1
-    if tp * cp > 1:
-        step = math.lcm(tp * group if tp > 1 else step, tp * cp)
+    unit = group if heads.routing_unit == "key_value_group" else 1
+    whole_groups = 1 < tp <= number // group  # else a rank holds a part of one
+    step = math.lcm(tp * group if whole_groups else unit, tp * cp)
     return (step, step) if heads.head_selection == "static" else (unit, step)
 
 

@@ -168,7 +168,7 @@ class Config(TaskConfig):
             return whole
         length, iterations = self.data.length_warmup
         doublings = doublings_between(length, whole)
-        done = samples * doublings // self.run.samples_after(iterations)
+        done = self.run.iterations(samples) * doublings // iterations
         return min(whole, length << min(done, doublings))
 
     @property

@@ -67,6 +67,15 @@ def head_products(config):
     return (2 + config.element_gates) * d * e, 2 * e, 2 * d * config.num_key_value_heads * e
 
 
+def heads_of_mean_width(config, always_on, active):
+    """Return how many heads of mean width have the features of ``active`` ones: the leading ones and some others."""
+    widths = config.head_dims
+    if not widths:
+        return active
+    features = sum(widths[:always_on]) + (active - always_on) * fmean(widths[always_on:] or (0,))
+    return features / fmean(widths)
+
+
 def attention_products(config, layer_index, seq_length, active_heads=None):
     """Return a token's mean multiplications in the forward pass: {"dense", "active"}.
 
@@ -87,7 +96,8 @@ def attention_products(config, layer_index, seq_length, active_heads=None):
         form = form_of(config.heads.routing, layer.of_group(), config.heads.two_stage, layer.groups)
         width = config.heads.gate_width or d
         always += width * sum(rows for rows, _ in form.weights(0, width).values())
-    heads, shared_heads, seeing, kept = config.num_attention_heads, config.always_on_heads(layer_index), active, keys
+    heads, shared_heads, kept = config.num_attention_heads, config.always_on_heads(layer_index), keys
+    active = seeing = heads_of_mean_width(config, shared_heads, active)
     if config.own_keys(layer_index):
         seeing = shared_heads + (active - shared_heads) ** 2 / (heads - shared_heads)
         shared, used = key_shares(config, layer_index, active)

@@ -53,7 +53,7 @@ def forward_kernel(
         kept = tl.load(replayed + at * (G * E) + expert, mask=here & routed, other=0.0)
         on = tl.where(tl.load(use) != 0, kept, on)
     tl.store(selection + at * (G * E) + expert, on, mask=here & routed)
-    gate = of_selected(gate, on, shared, routed, NS, E, FORM)
+    gate = of_selected(z, gate, on, shared, routed, NS, E, FORM)
     a1 = tl.zeros([BT], WIDE)
     if TWO:
         a1, a2 = of_types(probability, types, c, FORM)
@@ -133,15 +133,14 @@ def softmax(z, on):
 
 
 @triton.jit
-def of_selected(gate, on, shared, routed, NS: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr):
+def of_selected(z, gate, on, shared, routed, NS: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr):
     """Return gates before the second stage, 0 for routed experts that are not ``on``."""
     if FORM == "paper_scaled":
         gate = gate * tl.where(shared, NS, E)
     chosen = gate * on
     if FORM == "released":
         gate = gate * NS
-        total = tl.sum(tl.where(routed, chosen, 0.0), 2)[:, :, None]
-        chosen = chosen / total * tl.sum(tl.where(routed, on, 0.0), 2)[:, :, None]
+        chosen = softmax(z, routed & (on != 0)) * tl.sum(tl.where(routed, on, 0.0), 2)[:, :, None]
     return tl.where(shared, gate, chosen)
 
 
@@ -254,7 +253,7 @@ def differentiate_gates(
     if TWO:
         c = tl.arange(0, z.shape[2])[None, None, :]
         a1, a2 = of_types(probability, types, c, FORM)
-        inner = dg * of_selected(gate, on, shared, routed, NS, E, FORM)
+        inner = dg * of_selected(z, gate, on, shared, routed, NS, E, FORM)
         da1 = tl.sum(tl.sum(tl.where(shared, inner, 0.0), 2), 1)
         da2 = tl.sum(tl.sum(tl.where(routed, inner, 0.0), 2), 1)
         of_type = (1.0 if FORM == "paper" else 2.0) * tl.where(c == 0, da1[:, None, None], da2[:, None, None])
@@ -262,13 +261,13 @@ def differentiate_gates(
     of_shared = dg if FORM == "paper" else dg * NS
     if FORM == "paper_scaled":
         dg = dg * E
+    of_gates = softmax_backward(tl.where(shared, gate, 0.0), of_shared)
     if FORM == "released":
-        chosen = tl.where(routed, gate * on, 0.0)
-        total = tl.sum(chosen, 2)[:, :, None]
         count = tl.sum(tl.where(routed, on, 0.0), 2)[:, :, None]
-        dg = (dg - tl.sum(dg * chosen, 2)[:, :, None] / total) * count / total
+        of_gates += softmax_backward(softmax(z, routed & (on != 0)), dg * count)
+        dg = tl.zeros_like(dg)
     slopes = tl.where(routed, dg * on + dp, of_type)
-    return softmax_backward(probability, slopes) + softmax_backward(tl.where(shared, gate, 0.0), of_shared)
+    return softmax_backward(probability, slopes) + of_gates
 
 
 @triton.jit

@@ -20,8 +20,9 @@ which K are selected:
                    norm of the gates, weighed by the load, and its coefficient steers the mean number of selected
                    experts to K (ReMoE, Wang et al. 2024, arXiv 2412.14711; moh_lm/training/step_sums.py)
     query_norm     as in the authors' MoH-LLaMA3, without weights. The score is the norm of the expert's query before
-                   rotary, divided by the deviation of these norms. A gate is 1 forward (the quantiser, Eq. 9) and has
-                   the gradient of the softmax of the scores (the straight-through estimator, Eq. 10)
+                   rotary, divided by the deviation of these norms if there are three or more. A gate is 1 forward (the
+                   quantiser, Eq. 9) and has the gradient of the softmax of the scores (the straight-through estimator,
+                   Eq. 10)
 
 A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
 moh_lm/config/heads.py, and give it its formula in float64 in tests/reference.py. Exports carry a copy of this file as
@@ -106,8 +107,8 @@ class Released(PaperScaled):
         self.balance_factor = layer.num_routed
 
     def routed_gates(self, scores, probability, selected):
-        gates = probability * selected
-        return gates / gates.sum(-1, keepdim=True) * selected.sum(-1, keepdim=True)
+        shares = scores.masked_fill(selected == 0, -math.inf).softmax(-1)  # probabilities over their sum may be 0 / 0
+        return shares * selected.sum(-1, keepdim=True)
 
 
 class Sigmoid(Paper):
@@ -175,7 +176,7 @@ class QueryNorm(Paper):
         return shared, self.over_deviation(routed)
 
     def over_deviation(self, routed):
-        if routed.shape[-1] <= 1:  # the unbiased deviation of one number is undefined
+        if routed.shape[-1] <= 2:  # one has no deviation; two would differ by sqrt(2) whatever they are
             return routed
         return routed / routed.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
 

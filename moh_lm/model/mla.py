@@ -8,7 +8,8 @@ computed from one short vector. A cache keeps only this vector and one key that 
     H_i = softmax(q_i k_i^T / sqrt(e + qk_rope_head_dim)) v_i
 
 Routing comes first and gates multiply the heads, as in ``Attention``. Weights have transformers' names and order, in
-which the features without positions come first in a head's query. In this module the rotated ones come first.
+which the features without positions come first in a head's query; only pairs that rotate together are half a width
+apart, not neighbours. In this module the rotated ones come first.
 
 Shapes: see attention.py; r = kv_lora_rank, t = qk_rope_head_dim.
 """

@@ -19,9 +19,10 @@ those of the final norm, and Adam's epsilon shrinks with them. The logits are mu
 final norm: AdamW's steps ignore the size of gradients, so a weight that starts at r and moves by r acts as r times an
 ordinary one. An export has nothing left to multiply, and one rule suffices for a tied embedding.
 
-The numbers of heads and key/value heads and the size of the MLP should grow with the width. Heads keep their size and
-with it the scale of attention scores, 1 / sqrt(head_dim). The number of routed heads then grows with the width, so
-W_r is a hidden matrix. W_h always has two rows and is an output. Muon's rates are scaled in moh_lm/training/muon.py.
+The numbers of heads and key/value heads, the ranks of latents and the size of the MLP should grow with the width.
+Heads keep their size and with it the scale of attention scores, 1 / sqrt(head_dim). The number of routed heads then
+grows with the width, so W_r is a hidden matrix. W_h always has two rows and is an output. Muon's rates are scaled in
+moh_lm/training/muon.py.
 """
 
 from typing import NamedTuple

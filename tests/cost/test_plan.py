@@ -118,6 +118,15 @@ def test_heads_with_their_own_keys_save_scores_keys_and_cache():
     assert attention_products(own, 0, 2048, 4.0) == attention_products(fewer, 0, 2048)  # as many heads as were measured
 
 
+def test_wide_shared_heads_are_counted_with_their_own_widths():
+    widths = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --head-dims 128 128 64 64 64 64 32 32".split()
+    found = attention_products(parse_config(widths)[0].model, 0, 2048)
+    used, every = 384 + 2 * 48, 576  # features: 4 shared heads and 2 of 4 routed ones
+    keys_and_router, of_feature = 2 * 512 * every + 512 * 8, 2 * 512 + 2 * 1024  # W_Q and W_O; scores and values
+    assert found["active"] == keys_and_router + used * of_feature == 2_068_480
+    assert found["dense"] == keys_and_router + every * of_feature
+
+
 def test_a_window_saves_the_scores_that_it_hides():
     flags = ["0"], ["512", "0"] * 12
     whole, half = (flops_per_token(parse(LLM_B, "--window", *window).model, 2048) for window in flags)

@@ -164,6 +164,8 @@ WARNINGS = {
     "--gradient-clipping 1e-9": "--gradient-clipping 1e-09: is far from what is usual",
     "--load-balance-coefficient 1000": "--load-balance-coefficient 1000: is far from what is usual",
     "--num-active-routed-heads 4": "--num-active-routed-heads: with the shared heads every token uses all of them",
+    "--routing released --num-active-routed-heads 1": "--routing released: with one selected head ",
+    "--routing released --routing-unit head_in_group --num-key-value-heads 2": "--routing released: with one selected ",
     "--validation-fraction 0.9": "--validation-fraction 0.9: less is left for training than is held out",
     "--require-checkpoint": "--require-checkpoint: --checkpoint-dir .* has none",
     "--data-dir nowhere": "--data-dir nowhere: does not exist",

@@ -209,5 +209,18 @@ def check_comparison():
     assert router.compare(x, inputs).excess <= 1  # one of two experts in each group, whose gate is always 1
 
 
+def check_improbable():
+    router = router_of("released", heads=8, shared=4, active=2, bias=1.0).float()
+    router.bias_steps.copy_(torch.tensor([2, 2, 0, 0]))
+    with torch.no_grad():
+        router.w_routed[2] *= 1000  # the probabilities of the first two, which are selected, are often 0 in fp32
+    found = router.compare(torch.randn(70, 2, 40, generator=torch.Generator().manual_seed(0)), RouterInputs())
+    assert found.outputs < 1e-5 and found.gradients < 1e-5 and found.others == 0
+
+
+def test_released_gates_of_improbable_heads_are_finite(interpreter):
+    interpreter(check_improbable)
+
+
 def test_a_comparison_with_torch_finds_another_loss(interpreter):
     interpreter(check_comparison)

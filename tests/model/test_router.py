@@ -17,6 +17,7 @@ CASES = {
     "all routed heads": dict(shared=2, active=6),
     "one routed head": dict(shared=7, active=1),
     "query norm, one routed head": dict(shared=7, active=1, routing="query_norm"),
+    "query norm, two routed heads": dict(shared=6, active=1, routing="query_norm"),
     "no routed head": dict(shared=8, active=0),
     "one stage": dict(shared=3, active=2, two_stage=False),
     "released, one stage": dict(shared=3, active=2, two_stage=False, routing="released"),

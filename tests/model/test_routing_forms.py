@@ -87,6 +87,16 @@ def test_the_configuration_knows_which_forms_have_two_stages(routing):
     assert FORMS[routing](layer, True).two_stage == (routing in TWO_STAGE)
 
 
+def test_released_gates_of_improbable_heads_are_finite():
+    form = FORMS["released"](make_config(shared=3, active=2).routed_layer(0), True)
+    scores, selected = torch.tensor([120.0, 0.0, -1.0, 0.0, 3.0], requires_grad=True), torch.tensor([0.0, 1, 1, 0, 0])
+    gates = form.routed_gates(scores, form.probability(scores), selected)
+    gates[1].backward()
+    share = 1 / (1 + math.exp(-1))
+    expected = [[0, 2 * share, 2 - 2 * share, 0, 0], [0, 2 * share * (1 - share), -2 * share * (1 - share), 0, 0]]
+    torch.testing.assert_close(torch.stack([gates, scores.grad]), torch.tensor(expected))
+
+
 def test_softplus_gates_are_finite_for_extreme_scores():
     form = FORMS["softplus"](make_config(shared=3, active=2).routed_layer(0), True)
     scores = torch.tensor([-200.0, 0.0, 200.0])

@@ -61,7 +61,7 @@ def test_a_budget_and_a_decay_count_what_is_read():
 def test_both_warmups_end_where_each_says():
     config = configured("--batch-warmup", "64:384", "--seq-length-warmup", "4:4", "--train-iters", "9")
     lengths = [config.length_at(config.run.samples_after(step)) for step in range(6)]
-    assert lengths == [4, 4, 4, 8, 16, 16]  # half of the 32 samples of 4 steps, and all of them
+    assert lengths == [4, 4, 8, 8, 16, 16]  # half of the 4 steps, whatever their samples, and all of them
     assert [size for _, _, size in config.run.stages] == [4, 8, 16, 32]
 
 

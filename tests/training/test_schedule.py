@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from moh_lm.checks import config_problems
+from moh_lm.checks.run import decay_problems
 from moh_lm.config import OptimizerConfig
 from moh_lm.data.files import read_json, write_json
 from moh_lm.flags import parse_config
@@ -135,3 +136,7 @@ def test_a_run_that_went_on_with_a_higher_peak_has_not_decayed(tmp_path):
 def test_a_decay_that_cannot_be_is_refused(flags, problem):
     text = "--data-dir data --checkpoint-dir run --train-iters 10 --warmup-iters 2 " + flags
     assert any(problem in sentence for sentence in config_problems(parse_config(text.split())[0], 1))
+
+
+def test_a_run_within_its_warm_up_needs_no_decay():
+    assert decay_problems(OptimizerConfig(schedule="wsd", decay_iters=0, warmup_iters=20), 10) == []

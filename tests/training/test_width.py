@@ -103,6 +103,19 @@ def test_the_width_itself_is_no_transfer():
     assert Config().model.width_ratio == 1
 
 
+def test_what_a_latent_projects_begins_alike_at_every_width():
+    def deviation(width):
+        """Of the outputs of kv_b_proj for a normalised latent: the root mean square of its rows' norms."""
+        model = build_model(config_of(width, 32, "--attention latent").model)
+        model.initialize(1)
+        weight = model.model.layers[0].self_attn.kv_b_proj.weight.double()
+        return weight.square().sum(-1).mean().sqrt().item()
+
+    assert config_of(128, 128, "--attention latent").model.kv_lora_rank == 4 * 8
+    assert config_of(128, 32, "--attention latent --kv-lora-rank 20").model.kv_lora_rank == 20
+    assert deviation(128) == pytest.approx(deviation(32), rel=0.03) == pytest.approx(0.02 * 32**0.5, rel=0.03)
+
+
 def test_tables_of_positions_are_treated_as_the_embedding():
     more = "--position {} --embedding-weight-decay 0.03"
     for kind, name in (("cope", "self_attn.cope.weight"), ("learned --learned-positions 16", "embed_positions.weight")):
