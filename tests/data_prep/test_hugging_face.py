@@ -104,6 +104,7 @@ def test_files_of_another_tokenizer_are_not_replaced(tmp_path, capsys):
     before[directory / "manifest.json"] = (directory / "manifest.json").read_bytes()
     with pytest.raises(AssertionError, match="hf: has a manifest.json of something else"):
         tokenize(model, directory, f"a={tmp_path}/a.jsonl")
+    (directory / ".lock").unlink()
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
     with pytest.raises(ConfigError, match="out/tokenizer.model: is the tokenizer of the shards in its directory"):

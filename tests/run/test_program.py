@@ -24,4 +24,4 @@ def test_a_damaged_shard_ends_the_run_in_one_line_with_its_name(data_dir, tmp_pa
     with pytest.raises(AssertionError, match=r"exit codes \["):
         run_ranks(run_and_suffer, 2, arguments(data, tmp_path / "run"), 3, harm, output)
     said = "".join(Path(f"{output}-{rank}").read_text() for rank in (0, 1))
-    assert re.search(r"moh_lm.pretrain: rank \d: .*unit-\d.bin: block 0, .* is damaged.*; restore the file", said)
+    assert re.search(r"moh_lm.pretrain: rank \d: .*unit-\d.bin: block 0, .* is damaged.*; copy it again with", said)

@@ -30,7 +30,8 @@ def suite(tmp_path):
     """The tests as a package in a directory, with empty classes for those that are not distributed."""
     if transformers.__version__ != VERSION:
         pytest.skip(f"the tests are of transformers {VERSION}, and {transformers.__version__} is installed")
-    pip("download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(tmp_path), f"transformers=={VERSION}")
+    sources = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation")  # which would install setuptools again
+    pip("download", "--quiet", *sources, "--dest", str(tmp_path), f"transformers=={VERSION}")
     pip("install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages"), "parameterized==0.9.0")
     folder = tmp_path / "own_tests"
     for name, mixin in ABSENT.items():
