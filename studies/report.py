@@ -261,9 +261,11 @@ def before(runs, against):
 
 
 def finite_steps(run):
-    """The steps of a run's evaluations between the first and the final one, if their losses are finite."""
-    last = run["config"].run.train_iters
-    return {step for step, losses in run["evaluations"].items() if 0 < step < last and None not in losses.values()}
+    """The steps of a run's evaluations between the first and the final ones, if their losses are finite. One less than
+    an interval before the end counts as final, too."""
+    last, interval = run["config"].run.train_iters, run["config"].run.eval_interval
+    most = last - max(1, min(interval, last // 2))
+    return {step for step, losses in run["evaluations"].items() if 0 < step <= most and None not in losses.values()}
 
 
 def shown(found, factor, seeds):

@@ -72,7 +72,7 @@ def numbers(values):
 class Size(NamedTuple):
     """rate: the learning rate that factors multiply. tokens: tokens of a run per parameter of the first variant, if
     ``iterations`` are not given. layers: see ``Variant.arguments``. warmup: percent of the iterations. evaluations: how
-    many a run has, evenly spaced, after the one before its first step."""
+    many a run has, evenly spaced, besides those before its first step and after its last."""
 
     name: str
     heads: int

@@ -33,10 +33,9 @@ from moh_lm.checkpoint.directory import (
 )
 from moh_lm.checkpoint.fragments import metadata_of
 from moh_lm.checkpoint.manifest import is_whole, verify, write_manifest
-from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
+from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files, tokenizer_contents
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
-from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.consensus import all_ranks_or_raise, from_all_ranks, on_rank_zero, problems_of_all_ranks
 
 FILE_OVERHEAD = 1 << 20  # generous limit for a rank's bytes besides its tensors and the tokenizer
@@ -258,8 +257,8 @@ def are_finite(tensors):
 def needed_bytes(fragments, tokenizer):
     """Return an upper limit for the bytes of a checkpoint: the files of all ranks, and the tokenizer of rank 0."""
     owned = [tensor for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()]
-    files = tokenizer_files(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else []
-    sizes = [path.stat().st_size for path in files] + [tensor.nbytes for tensor in owned]
+    files = tokenizer_contents(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else {}
+    sizes = [*map(len, files.values()), *(tensor.nbytes for tensor in owned)]
     return sum(from_all_ranks(FILE_OVERHEAD + sum(sizes)))
 
 

@@ -1,5 +1,6 @@
 """The files that one rank adds to a checkpoint, written by a thread while training may continue."""
 
+import functools
 import shutil
 import threading
 from pathlib import Path
@@ -61,8 +62,13 @@ def describe_failure(error, directory, need):
 def rank_0_files(step, config, state, tokenizer):
     """Return {name: content} of the files that are the same for all ranks."""
     files = {"config.json": json_bytes(config.to_dict()), "state.json": json_bytes({"step": step, **state})}
-    paths = tokenizer_files(Path(tokenizer).parent) if tokenizer else ()
-    return files | {path.name: path.read_bytes() for path in paths}
+    return files | (tokenizer_contents(Path(tokenizer).parent) if tokenizer else {})
+
+
+@functools.cache
+def tokenizer_contents(directory):
+    """Return {name: content} of the tokenizer's files. They are read once: at a save, the data may be out of reach."""
+    return {path.name: path.read_bytes() for path in tokenizer_files(directory)}
 
 
 def free_bytes(directory):

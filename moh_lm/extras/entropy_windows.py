@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from moh_lm.kernels.core_attention import CoreAttention
-from moh_lm.kernels.masks import AttentionMask, document_mask
+from moh_lm.kernels.masks import AttentionMask, document_mask, sliding
 from moh_lm.model.block import modules_of
 from moh_lm.parallel.groups import sum_over_ranks
 
@@ -37,6 +37,7 @@ class EntropyWindows:
 
     def set(self, widths, entropies):
         self.widths, self.entropies = widths, entropies
+        sliding.cache_clear()  # of masks for the widths before
         for index, core in self.cores.items():
             core.set_window(widths[index])
 

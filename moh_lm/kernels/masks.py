@@ -54,18 +54,25 @@ def apply_window(documents, window, x, masked):
     length, batch = x.shape[:2]
     if not 0 < window < length:
         return documents
-    make = sliding.__wrapped__ if torch.compiler.is_compiling() else sliding
-    room = 1 << (length - 1).bit_length()  # so that all lengths share a few masks
-    starts, ends, mask = make(window, room, x.device, masked and documents is None).first(length)
+    starts, ends, mask = windows(window, length, x.device, masked and documents is None)
     if documents is None:
         return AttentionMask(starts.expand(batch, -1), ends.expand(batch, -1), mask)
     starts, ends = torch.maximum(starts, documents.starts), torch.minimum(ends, documents.ends)
     return AttentionMask(starts, ends, document_mask(starts) if masked else None)
 
 
+def windows(window, length, device, masked):
+    """Return the ``AttentionMask`` of a window in one sequence, from a cache unless torch.compile traces this."""
+    if torch.compiler.is_compiling():
+        return sliding.__wrapped__(window, length, device, masked)
+    room = 1 << (length - 1).bit_length()  # so that all lengths share a few masks
+    with torch.inference_mode(False):  # a step of training may read the mask next
+        return sliding(window, room, device, masked).first(length)
+
+
 @functools.cache  # a CUDA graph may read any of them later
 def sliding(window, length, device, masked):
-    """Return the ``AttentionMask`` of a window in one sequence."""
+    """Return the ``AttentionMask`` of a window in one sequence. Windows that move clear the cache."""
     token = torch.arange(length, dtype=torch.int32, device=device)[None]
     starts, ends = (token - window + 1).clamp_min(0), (token + window).clamp_max(length)
     return AttentionMask(starts, ends, document_mask(starts) if masked else None)

@@ -103,9 +103,12 @@ def magnitude(rotary):
 
 def rotary_table(seq_length, rotary, dtype, device):
     """Return cos and sin of the angles, each [s, 1, 1, e]. Angles are fp32 or wider; the two halves of e are equal."""
-    make = kept_table.__wrapped__ if torch.compiler.is_compiling() else kept_table
+    if torch.compiler.is_compiling():
+        return kept_table.__wrapped__(seq_length, rotary, dtype, device)
     room = 1 << (seq_length - 1).bit_length()  # so that all lengths share a few tables
-    return [part[:seq_length] for part in make(room, rotary, dtype, device)]
+    with torch.inference_mode(False):  # a step of training may read the table next
+        table = kept_table(room, rotary, dtype, device)
+    return [part[:seq_length] for part in table]
 
 
 @functools.cache  # a CUDA graph may read any of them later

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_leftovers, set_aside
 from moh_lm.checkpoint.fragments import load_fragments
-from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
+from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries, verify
 from moh_lm.config import TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
@@ -231,10 +231,10 @@ def contradictions(config, dry_run=False):
 
 def refuse_resume(task, config, dataset):
     """Raise ConfigError if ``resume`` would refuse this configuration or these data; for a dry run, on one rank."""
-    step, model = newest_model(config.run.checkpoint_dir, type(config))
-    if step is not None:
+    steps = filter(is_whole, list_steps(Path(config.run.checkpoint_dir) / "checkpoints"))  # a start sets others aside
+    if (step := next(steps, None)) is not None:
         saved, was = read_state(step), type(config).load(step / "config.json")
-        refuse_state(step, saved, model)
+        refuse_state(step, saved, was.model)
         now = config.to_dict()
         before = was.to_dict() | {name: now[name] for name in config.moving}
         refuse_changes(task, step, saved, before, config, dataset)

@@ -79,14 +79,26 @@ def own_device():
 
 def refuse_useless_gpu():
     """Raise ConfigError if torch finds no GPU beside NVIDIA's driver, unless the environment asks for CPUs."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if hidden or os.environ.get("DS_ACCELERATOR") == "cpu" or not (DRIVER.exists() and glob.glob(GPUS)):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and visible.split(",")[0].strip().lower() in ("", "-1", "none", "void", "nodevfiles")
+    given = DRIVER.exists() and any(map(opens, glob.glob(GPUS)))
+    if hidden or os.environ.get("DS_ACCELERATOR") == "cpu" or not given:
         return
     version = re.search(r"\d+\.[\d.]*\d|$", DRIVER.read_text())[0]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     remedy = "update the driver, install the torch build for it, or set DS_ACCELERATOR=cpu to train on the CPU"
     problem = f"this machine has NVIDIA's driver {version}, but torch {torch.__version__}, built {built}, finds no GPU"
+    problem += f" with CUDA_VISIBLE_DEVICES {visible}" if visible else ""
     raise ConfigError([f"{problem}; {remedy}"])
+
+
+def opens(path):
+    """Return whether this process may use a device."""
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def join(device, backend, seconds):

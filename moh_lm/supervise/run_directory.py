@@ -96,9 +96,12 @@ def lock_run_directory(path, called="--checkpoint-dir"):
 def open_no_link(path, flags):
     """An ``opener`` that raises OSError for a link, symbolic or hard."""
     file = os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    if os.fstat(file).st_nlink > 1:
+    found = os.fstat(file)
+    if found.st_nlink > 1:
         os.close(file)
         raise OSError(errno.EMLINK, os.strerror(errno.EMLINK), path)
+    if found.st_uid == os.geteuid() and found.st_size == 0:  # whoever may write to the directory may lock it
+        os.fchmod(file, os.stat(os.path.dirname(path)).st_mode & 0o666)
     return file
 
 

@@ -270,6 +270,9 @@ def test_the_files_of_the_tokenizer_need_room_too(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_bytes(bytes(3_000_000))
     needed = [saver.needed_bytes([], tokenizer) for tokenizer in (tmp_path / "tokenizer.json", None)]
     assert needed[0] - needed[1] == 3_000_000
+    (tmp_path / "tokenizer.json").unlink()  # the data are out of reach
+    files = writing.rank_0_files(2, Config(), {}, tmp_path / "tokenizer.json")
+    assert files["tokenizer.json"] == bytes(3_000_000)
 
 
 def save_not_finite(directory):

@@ -9,6 +9,7 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
 from moh_lm.extras.entropy_windows import EntropyWindows, entropy_sums
 from moh_lm.flags import parse_config
+from moh_lm.kernels.masks import apply_window, sliding
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.state import read_state
 from tests.attention_cases import make_mask
@@ -62,6 +63,13 @@ def test_windows_move_by_the_formula_and_not_in_a_skipped_step(windows):
     expected = [int(3 + 9 * entropy / math.log(width)) for entropy, width in zip(windows.entropies, first, strict=True)]
     assert windows.widths == [core.window for core in windows.cores.values()] == expected
     assert not windows.sums.any()
+
+
+def test_no_mask_outlives_the_width_it_is_for(windows):
+    for width in range(4, 12):
+        windows.set([width, width], windows.entropies)
+        apply_window(None, width, torch.zeros(20, 1, 8), True)
+    assert sliding.cache_info().currsize == 1
 
 
 def test_a_layer_adds_what_it_is_asked_in_training(windows, queries_and_keys):

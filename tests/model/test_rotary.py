@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ModelConfig
-from moh_lm.model.rotary import inverse_frequencies, magnitude, rotary_of
+from moh_lm.model.rotary import inverse_frequencies, magnitude, rotary_of, rotary_table
 from tests.layers import reference_layer
 from tests.reference import rotate
 
@@ -71,6 +71,15 @@ def test_queries_turn_as_in_the_equations(kind, scaling, head_dim, share):
 )
 def test_a_scaling_without_its_numbers_is_refused_by_name(kind, scaling, named):
     assert any(named in problem for problem in model_problems(model(kind, **scaling)))
+
+
+def test_a_table_made_for_inference_serves_training():
+    rotary, device = rotary_of(ModelConfig(), 8), torch.device("cpu")
+    with torch.inference_mode():
+        rotary_table(37, rotary, torch.float32, device)
+    x = torch.ones(40, 1, 1, 1, requires_grad=True)
+    (x * rotary_table(40, rotary, torch.float32, device)[0]).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_a_configuration_without_the_scaling_has_none():

@@ -2,13 +2,14 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from moh_lm.config import ConfigError
 from studies import multipliers, report, results
 from studies.atlas_forms import TABLE
-from tests.studies.written_runs import write_run
+from tests.studies.written_runs import write_run, write_times
 
 START = {"a": 4.0}
 
@@ -182,6 +183,25 @@ def test_a_loss_on_the_way_that_is_not_finite_leaves_a_gap(tmp_path):
     write_run(tmp_path, "s/paper-50/rate-1-seed", 1, last, [90])
     write_run(tmp_path, "s/paper-50/rate-1-seed-1.bak", 1, last, [90])  # a copy, which is no run
     assert written(tmp_path)[1]["paper-50"][12:14] == ["+0.1000, one seed", "+0.4000"]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_report_of_timed_steps_needs_no_losses_of_dense(tmp_path, dense):
+    write_losses(tmp_path, "gated-50", [3.0])
+    if dense:
+        write_losses(tmp_path, "dense", [3.1])
+    for name in ("dense", "gated-50"):
+        write_times(tmp_path / f"times/a-machine/s/{name}/round-1", 2e-3)
+    written(tmp_path)
+    assert (tmp_path / "seconds-s-a-machine.png").exists() == dense
+
+
+def test_the_evaluation_before_the_last_is_an_interval_earlier():
+    config = SimpleNamespace(run=SimpleNamespace(train_iters=2041, eval_interval=1020))
+    run = {"config": config, "evaluations": dict.fromkeys((0, 1020, 2040, 2041), {"a": 3.0})}
+    assert report.finite_steps(run) == {1020}
+    config.run.eval_interval = 0
+    assert report.finite_steps({**run, "evaluations": {0: {"a": 3.0}, 2041: {"a": 3.0}}}) == set()
 
 
 def test_an_answer_needs_the_interval_of_one_size_and_the_sign_of_the_next(tmp_path):

@@ -10,7 +10,7 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
 from studies import comparison, report, results, study
 from studies.study_arms import SIZES, TABLE, VARIANTS
-from tests.studies.written_runs import write_run
+from tests.studies.written_runs import write_run, write_times
 
 np = pytest.importorskip("numpy")
 START = {"a": 4.0, "b": 4.0}
@@ -96,14 +96,6 @@ def test_keys_and_values_kept_are_counted_by_hand(tmp_path):
     run = results.read_run(tmp_path / "runs/s2/mha_own_keys-50/rate-1-seed-1")
     always, chosen, width, layers = 2, 6 * 2 / 6, 4, 2  # a routed head keeps the tokens that select it, 2 of 6 heads
     assert results.kept(run) == pytest.approx((always + chosen) * 2 * width * layers)
-
-
-def write_times(path, seconds):
-    """A short run whose first intervals, which do not count, are slow."""
-    path.mkdir(parents=True)
-    speeds = {step: 1 / seconds if step > 16 else 1.0 for step in range(4, 44, 4)}
-    rows = [json.dumps({"step": step, "tokens_per_second": speed}) + "\n" for step, speed in speeds.items()]
-    (path / "metrics.jsonl").write_text("".join(rows))
 
 
 def rows_of(text, name):

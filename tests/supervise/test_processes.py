@@ -40,6 +40,7 @@ def test_a_rank_without_a_gpu_of_its_own_says_so(gpus, remedy, data_dir, tmp_pat
         ("CUDA_VISIBLE_DEVICES", "0", True),
         ("CUDA_VISIBLE_DEVICES", "", False),
         ("CUDA_VISIBLE_DEVICES", "-1", False),
+        ("CUDA_VISIBLE_DEVICES", "NoDevFiles", False),  # Slurm's, for a job without GPUs
         ("DS_ACCELERATOR", "cpu", False),
         ("GPUS", "no-device-[0-9]", False),  # a container that was given none
     ],
@@ -60,7 +61,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_run_on_a_cpu(variable, value, refused
     elif variable:
         monkeypatch.setenv(variable, value)
     if refused:
-        said = r"driver 470.82.01, but torch \S+, built for CUDA 13.0, finds no GPU; update .* DS_ACCELERATOR=cpu"
+        said = r"driver 470.82.01, but torch \S+, built for CUDA 13.0, finds no GPU.*; update .* DS_ACCELERATOR=cpu"
         with pytest.raises(ConfigError, match=said):
             processes.own_device()
     else:

@@ -32,6 +32,15 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path, link):
     assert (tmp_path / "mine").read_text() == "keep"
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o777])
+def test_whoever_may_write_to_a_directory_may_lock_it(tmp_path, mode):
+    tmp_path.chmod(mode)
+    before = os.umask(0o077)
+    lock_run_directory(tmp_path).close()
+    os.umask(before)
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == mode & 0o666
+
+
 def test_a_foreign_lock_file_keeps_its_content(tmp_path):
     (tmp_path / ".lock").write_bytes(b"\xffkeep")
     lock_run_directory(tmp_path).close()

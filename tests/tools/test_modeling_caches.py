@@ -50,6 +50,12 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
     for row, length in enumerate((12, 9)):
         torch.testing.assert_close(logits[row, -length:], whole[row, :length], rtol=0, atol=tolerance)
 
+    if changes is LEARNED:  # a mask as long as a static cache
+        cache, mask = StaticCache(config=model.config, max_cache_len=16), torch.zeros(2, 16, dtype=torch.long)
+        mask[:, :12] = 1
+        logits = model(tokens, attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(logits, whole, rtol=0, atol=tolerance)
+
 
 @pytest.mark.parametrize("changes", [*CASES, COUNTED])
 @torch.no_grad()

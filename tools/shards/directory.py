@@ -57,7 +57,7 @@ def open_listed(path, manifest):
                 problems.append(str(error))
         found = sorted((path / name).glob("*.json"))
         problems += [f"{file}: is not in manifest.json" for file in found if file.stem not in source["units"]]
-    there = {file.parent for file in path.glob("[!.]*/*.json")}
+    there = {file.parent for file in path.glob("[!.]*/*.idx") if file.with_suffix(".json").exists()}
     problems += [f"{folder}: is not in manifest.json" for folder in sorted(there) if folder.name not in sources]
     return sources, problems
 

@@ -77,7 +77,10 @@ class Origin:
 
     def part(self, name, start, end):
         """Bytes ``start`` to ``end`` - 1 of a file, as far as it has them. Raises OSError."""
-        return persistently(f"{self.url}/{name}", lambda: read_part(self.files, self.path(name), start, end))
+        found = persistently(f"{self.url}/{name}", lambda: read_part(self.files, self.path(name), start, end))
+        if len(found) > end - start:
+            raise OSError(f"{self.url}/{name}: the server gave the whole file for a part; copy it by other means")
+        return found
 
 
 def stage(origin, output, staged):

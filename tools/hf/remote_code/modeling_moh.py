@@ -212,7 +212,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             cache_position = torch.arange(x.shape[1], device=x.device) + past
         padding = of_padding(attention_mask)
         if position_ids is None and self.embed_positions is not None and padding is not None:  # padding takes no place
-            position_ids = (padding.long().cumsum(-1) - 1).clamp_min(0)[:, -x.shape[1] :]
+            position_ids = (padding.long().cumsum(-1) - 1).clamp_min(0)[:, cache_position]
         elif position_ids is None:
             position_ids = cache_position.unsqueeze(0)
         first_stage = not isinstance(self.layers[0], nn.Identity)  # vLLM has an Identity for each layer of other stages
