@@ -100,6 +100,13 @@ def test_a_lost_connection_only_costs_more_calls(remote, tool, tmp_path, monkeyp
     assert files(tmp_path / "copy") == files(tmp_path / "origin")
 
 
+def test_a_server_that_gives_no_parts_is_named(remote, tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "BLOCK", 10)
+    monkeypatch.setattr(fetch, "read_part", lambda files, path, start, end: files.cat_file(path))
+    code, _, said = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
+    assert code == 1 and "the server gave the whole file for a part; copy it by other means" in said
+
+
 def test_a_full_disk_is_not_taken_for_a_lost_connection(remote, tool, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))

@@ -216,6 +216,8 @@ def test_verification_names_every_damaged_file_and_its_block(corpus, tmp_path):
     directory, _ = corpus
     damaged = tmp_path / "damaged"
     shutil.copytree(directory, damaged)
+    (damaged / "raw").mkdir()
+    (damaged / "raw" / "x.json").write_text("{}")  # a folder of something else
     assert inspect_json(damaged, "--verify") == {"verified": 3, "without_checksums": 0, "problems": []}
     for name, position in (("books/b-0.bin", 101), ("wiki/w-0.idx", 300)):
         data = bytearray((damaged / name).read_bytes())
