@@ -29,7 +29,7 @@ begin() {
 
 # from_here ARGUMENT...: the array `given`, in which flags that name files have absolute paths; `begin` goes elsewhere.
 from_here() {
-    local flag='' name='--(data-dir|validation-dir|config|eval-tasks)' text
+    local flag='' name='--(data-dir|validation-dir|config|eval-tasks|recorded)' text
     given=()
     for text in "$@"; do
         if [[ $flag =~ ^$name$ && $text != /* ]]; then

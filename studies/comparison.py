@@ -13,7 +13,7 @@ from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
-from studies import report, times
+from studies import recorded, report, times
 from studies.results import factor_and_seed, final_evaluation, has_diverged, metrics, run_name
 from studies.runs import (
     Run,
@@ -56,7 +56,9 @@ def compare(flags):
         return 0
     _lock = lock_directory(flags.out)
     codes = {}
-    if flags.times:
+    if flags.recorded:
+        print(recorded.take_over(comparison, flags.recorded))
+    elif flags.times:
         times.measure(comparison, comparison.sizes, comparison.variants, flags.times)
     else:
         codes = train_all(comparison.next_run, jobs_of(flags), flags.ranks)

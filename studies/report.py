@@ -13,13 +13,14 @@ from moh_lm.data.files import publish_own
 from studies import results
 from studies.multipliers import multipliers
 from studies.pictures import draw
+from studies.recorded import recorded
 from studies.results import DENSE, LENGTHS, final_loss, final_losses, flops, significance, spread, tokens_of
 from studies.table import TUNING_SEED
 from studies.times import read_times
 
 
 def write(out, table):
-    """Write OUT/REPORT.md and its pictures. table: a ``Table``."""
+    """Write OUT/REPORT.md, its pictures, and OUT/runs.jsonl. table: a ``Table``."""
     found, left_out = read_runs(out / "runs", table)
     forms = {variant.name: variant.form for variant in table.variants}
     tuned = tuning_losses(found.get(table.sizes[0].name, {}))
@@ -30,7 +31,7 @@ def write(out, table):
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
     times = {size: read_times(out, size, DENSE) for size in sizes}
     text = markdown(sizes, factors, table, tuned, left_out, times)
-    publish_own(out, {"REPORT.md": text.encode()})
+    publish_own(out, {"REPORT.md": text.encode(), "runs.jsonl": recorded(out, table)})
     print(text)
     draw(out, sizes, times)
 

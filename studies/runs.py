@@ -133,7 +133,7 @@ def lock_directory(out):
     Two commands would empty the logs of each other's runs.
     """
     out.mkdir(parents=True, exist_ok=True)
-    refuse_foreign(out, ("REPORT.md", "WIDTHS.md"))
+    refuse_foreign(out, ("REPORT.md", "WIDTHS.md", "runs.jsonl"))
     return lock_run_directory(out, "OUT")
 
 

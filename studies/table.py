@@ -129,6 +129,8 @@ def add_comparison_flags(parser, variants, rates, seeds=SEEDS):
     add("--hours", type=above_0, metavar="X", default=math.inf, help="start no run that would end later (default: no "
         "limit)")  # fmt: skip
     add("--plan", action="store_true", help="show what would be trained and exit")
+    add("--recorded", type=whole_path, metavar="FILE", help="instead of training, take over the runs that "
+        "runs.jsonl of another OUT records")  # fmt: skip
     add("--times", type=at_least(1), metavar="ROUNDS", help="instead of training, measure the seconds of "
         "a step of each variant in turns, in this many rounds")  # fmt: skip
 

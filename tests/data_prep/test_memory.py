@@ -45,14 +45,14 @@ def text_and_memory(path):
 @pytest.mark.parametrize("name", ["x.jsonl.zst", "x.parquet"])
 def test_memory_follows_neither_the_file_nor_its_row_groups(name, tmp_path):
     path = tmp_path / name
-    texts = [os.urandom(8000).hex() for _ in range(6000)]  # 96 MB, in one row group
+    texts = [os.urandom(8000).hex() for _ in range(15000)]  # 240 MB, in one row group
     if name == "x.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, use_dictionary=False, compression="none")
     else:
         write(path, zstd(json_lines(texts), level=1))
     size, memory = text_and_memory(path)
-    assert size == 96_000_000
-    assert memory < 80_000_000
+    assert size == 240_000_000
+    assert memory < 130_000_000  # Arrow takes 60 to 95 MB for a file of any size
 
 
 PACKERS = {

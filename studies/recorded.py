@@ -1,0 +1,120 @@
+"""Runs of another machine: OUT/runs.jsonl has what a report needs of every run, and ``--recorded`` takes them over.
+
+A line is a run: its name, hashes of its flags and of the text it read, its evaluations and its events. A run is taken
+over if this machine would train it with the same flags on the same text; its files then look as if it had been trained
+here, but for its checkpoints.
+"""
+
+import hashlib
+import json
+from itertools import product
+from pathlib import PurePosixPath
+
+from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import write_json
+from moh_lm.flags import parse_config
+from moh_lm.monitor.events import complete_rows
+from studies.results import factor_and_seed, final_evaluation, has_diverged, metrics
+from studies.runs import inputs
+
+DIGITS = 6  # of losses, in nats per token
+OF_EVENTS = ("event", "step", "alarm", "device", "commit")  # what is kept of the events below
+EVENTS = ("started", "alarm", "failed")
+
+
+def recorded(out, table):
+    """The content of runs.jsonl: a line for each run of ``table`` below ``out`` that is complete or has diverged."""
+    lines = []
+    for size, variant in product(table.sizes, table.variants):
+        for directory in sorted((out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
+            log = directory.with_name(directory.name + ".log")
+            if factor_and_seed(directory) and log.exists() and has_ended(directory):
+                lines.append(json.dumps(row_of(directory, log, out)) + "\n")
+    return "".join(lines).encode()
+
+
+def has_ended(directory):
+    """Whether a run is complete or has diverged."""
+    try:
+        iterations = Config.load(directory / "config.json").run.train_iters
+    except ConfigError:
+        return False
+    return has_diverged(directory) or final_evaluation(directory, iterations) is not None
+
+
+def row_of(directory, log, out):
+    """The line of one run. Losses that are not finite are None, as in metrics.jsonl."""
+    flags, *others = log.read_text(errors="replace").splitlines()
+    rows = metrics(directory)
+    events = [row for _, row in complete_rows(directory / "events.jsonl") if row.get("event") in EVENTS]
+    kept = [{"step": row["step"], "evaluation": rounded(row["evaluation"])} for row in rows if "evaluation" in row]
+    used = [{"step": row["step"], "heads": row["heads"]} for row in rows if "active_heads" in row.get("heads", {})]
+    return {
+        "step": kept[-1]["step"] if kept else 0,
+        "run": str(directory.relative_to(out / "runs")),
+        "flags": digest(flags),
+        "reads": next((line.split()[-1] for line in others if line.startswith("reads: ")), None),
+        "events": [{key: row[key] for key in OF_EVENTS if key in row} for row in events],
+        "rows": [*kept, *used[-1:]],
+    }
+
+
+def rounded(losses):
+    return {source: loss if loss is None else round(loss, DIGITS) for source, loss in losses.items()}
+
+
+def digest(flags):
+    """A hash of the flags of a run, as one text, without its places, which come last."""
+    return hashlib.sha256(flags.partition(" --data-dir ")[0].encode()).hexdigest()[:16]
+
+
+def take_over(plan, path):
+    """Write the runs of the file ``path`` that OUT of the ``Comparison`` lacks. Returns how many they are, in words.
+
+    Raises ConfigError if the file is no runs.jsonl, or if none of its runs has the flags and the text of the plan.
+    """
+    if not path.is_file():
+        raise ConfigError([f"--recorded {path}: is not a file; give the runs.jsonl of another OUT"])
+    taken = there = other = 0
+    try:
+        for _, row in complete_rows(path):
+            run = wanted(plan, row)
+            if run is None:
+                other += 1
+            elif run.log.exists() or run.directory.exists():
+                there += 1
+            else:
+                write(run, row, path)
+                taken += 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError([f"--recorded {path}: no study wrote it ({error!r}); give a runs.jsonl"]) from error
+    if not taken + there:
+        raise ConfigError([f"--recorded {path}: none of its {other} runs has the flags and the text of this study"])
+    return f"{path.name}: {taken} runs were taken over, {there} are here, {other} have other flags or read other text"
+
+
+def wanted(plan, row):
+    """The ``Run`` of a line, or None if this machine would train it otherwise or not at all."""
+    run = run_named(plan, row["run"])
+    same = run and row["flags"] == digest(" ".join(run.arguments)) and row["reads"] == inputs(run).split()[-1].decode()
+    return run if same else None
+
+
+def run_named(plan, name):
+    """The ``Run`` with this name, SIZE/VARIANT/rate-FACTOR-seed-N, or None if the plan has no such size or variant."""
+    *folder, name = PurePosixPath(name).parts
+    named = factor_and_seed(PurePosixPath(name))
+    for size, variant in product(plan.trained, plan.table.variants) if named else ():
+        if folder == [size.name, variant.name]:
+            return plan.run((size, variant, *named))
+    return None
+
+
+def write(run, row, path):
+    """Write the files of a run. Its log comes first: a run without the others is trained again."""
+    run.directory.mkdir(parents=True)
+    run.log.write_bytes(f"{' '.join(run.arguments)}\nrecorded: {path}".encode() + inputs(run))
+    write_json(run.directory / "config.json", parse_config(run.arguments)[0].to_dict())
+    for name in ("events", "rows"):
+        lines = "".join(json.dumps(each) + "\n" for each in row[name])
+        (run.directory / {"events": "events.jsonl", "rows": "metrics.jsonl"}[name]).write_text(lines)

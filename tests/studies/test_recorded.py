@@ -1,0 +1,104 @@
+"""Runs of another machine give the report that they gave there, and count as trained here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moh_lm.config import ConfigError
+from studies import comparison, recorded, report, study
+from studies.study_arms import TABLE
+from tests.studies.written_runs import begin
+
+SMALL = "--variants dense gated-50 --tokens-per-parameter 0.02 --data-mix a=1 b=1 --seeds 1 2".split()
+NAMES = ("dense/rate-1-seed-1", "dense/rate-1-seed-2", "gated-50/rate-1.4-seed-1", "gated-50/rate-1-seed-2")
+
+
+def plan_of(out, text, *more):
+    (out / "data").mkdir(parents=True, exist_ok=True)
+    (out / "data/manifest.json").write_text(text)
+    given = [str(out), "--data-dir", str(out / "data"), *SMALL, *more]
+    return comparison.Comparison(study.parse_arguments(given))
+
+
+@pytest.fixture
+def there(tmp_path):
+    """OUT of another machine: three complete runs, one that has diverged, and one that is under way."""
+    out = tmp_path / "there"
+    plan = plan_of(out, "text")
+    for number, name in enumerate((*NAMES, "dense/rate-1.4-seed-1")):
+        run = run_of(plan, name)
+        begin(run)
+        run.directory.mkdir()
+        recorded.write_json(run.directory / "config.json", recorded.parse_config(run.arguments)[0].to_dict())
+        steps = [0, run.iterations // 2, run.iterations if number < 3 else 1]
+        rows = [{"step": step, "evaluation": {"a": 3 + number / 7, "b": 4.0}, "perplexity": {}} for step in steps]
+        events = [{"step": 0, "event": "started", "commit": "1234567"}, {"step": 1, "event": "saved"}]
+        events += [{"step": 2, "event": "alarm", "alarm": "gate drift"}] * number
+        events += [{"step": 3, "event": "failed"}] * (number == 3)
+        for file, lines in (("metrics", rows), ("events", events)):
+            (run.directory / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.write(out, TABLE)
+    return out
+
+
+def run_of(plan, name):
+    return next(plan.run(trial) for trial in trials(plan) if plan.run(trial).name == f"s2/{name}")
+
+
+def trials(plan):
+    size = plan.sizes[0]
+    for variant in TABLE.variants[:2]:
+        yield from ((size, variant, factor, seed) for factor in (1.0, 1.4) for seed in (1, 2))
+
+
+def test_another_machine_writes_the_same_report_and_trains_none_of_them_again(there, tmp_path):
+    out = tmp_path / "here"
+    plan = plan_of(out, "text", "--rates", "1")
+    said = recorded.take_over(plan, there / "runs.jsonl")
+    assert said == "runs.jsonl: 4 runs were taken over, 0 are here, 0 have other flags or read other text"
+    report.write(out, TABLE)
+    assert (out / "REPORT.md").read_text() == (there / "REPORT.md").read_text()
+    assert (out / "runs.jsonl").read_bytes() == (there / "runs.jsonl").read_bytes()
+    plan.check_flags()
+    assert plan.next_run(set(), {}).name == "s2/gated-50/rate-1-seed-1"
+    assert "4 are here" in recorded.take_over(plan, there / "runs.jsonl")
+
+
+def test_a_line_gives_a_run_its_losses_and_events(there):
+    rows = {row["run"]: row for row in map(json.loads, (there / "runs.jsonl").read_text().splitlines())}
+    assert set(rows) == {f"s2/{name}" for name in NAMES}
+    row = rows["s2/gated-50/rate-1.4-seed-1"]
+    assert row["rows"][-1]["evaluation"] == {"a": 3.285714, "b": 4.0}
+    alarm = {"event": "alarm", "step": 2, "alarm": "gate drift"}
+    assert row["events"] == [{"event": "started", "step": 0, "commit": "1234567"}, alarm, alarm]
+
+
+@pytest.mark.parametrize("change", ["text", "flags"])
+def test_runs_with_other_flags_or_other_text_are_left_out(there, tmp_path, change):
+    more = ["--seq-length", "128"] if change == "flags" else []
+    plan = plan_of(tmp_path / "here", "other" if change == "text" else "text", *more)
+    with pytest.raises(ConfigError, match="none of its 4 runs has the flags and the text of this study"):
+        recorded.take_over(plan, there / "runs.jsonl")
+    assert not (tmp_path / "here/runs").exists()
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    plan, path = plan_of(tmp_path, "text"), tmp_path / "metrics.jsonl"
+    with pytest.raises(ConfigError, match=r"--recorded .*metrics.jsonl: is not a file; give the runs.jsonl of another"):
+        recorded.take_over(plan, path)
+    for row in ({"loss": 3.0}, {"run": 7}, {"run": ""}, {"run": "s2/dense/rate-1-seed-1"}):
+        path.write_text(json.dumps({"step": 1, **row}) + "\n")
+        with pytest.raises(ConfigError, match="no study wrote it .*; give a runs.jsonl"):
+            recorded.take_over(plan, path)
+
+
+def test_the_published_runs_are_those_that_the_study_would_train(tmp_path):
+    given = [str(tmp_path), "--data-dir", str(tmp_path / "data"), "--data-mix", "docstrings=4", "prose=1", "code=5"]
+    plan = comparison.Comparison(study.parse_arguments([*given, "--sizes", *(size.name for size in TABLE.sizes)]))
+    rows = list(map(json.loads, (Path(study.__file__).parent / "study_runs.jsonl").read_text().splitlines()))
+    assert rows and len({row["reads"] for row in rows}) == 1
+    for row in rows:
+        run = recorded.run_named(plan, row["run"])
+        assert row["flags"] == recorded.digest(" ".join(run.arguments)), row["run"]
+        assert row["step"] == run.iterations
