@@ -23,22 +23,22 @@ GROUPS = f"{SIGMOID} --routing-unit head_in_group"
 MHA = "--num-key-value-heads {all}"
 OWN_KEYS = f"{SIGMOID} {MHA} --routed-keys selected"
 HALF, MOST, QUARTER = (f"--num-attention-heads {{{share}}}" for share in ("half", "three_quarters", "quarter"))
-VARIANTS = (  # heads that are always on, and heads chosen for each token, in eighths
+VARIANTS = (  # heads that are always on, and heads chosen for each token, in eighths; the first two tiers are in rules
     Variant("dense", None),
     Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model with half of the query heads
     Variant("sigmoid-50", 2, 2, SIGMOID),
     Variant("groups-50", 0, 4, GROUPS),
     Variant("dense-half", None, tier=2, tokens=0.5),
     Variant("dense-double", None, tier=2, tokens=2),
-    Variant("gated", None, 0, GATED, tier=2),
-    Variant("fewer-50", None, 0, HALF, tier=2),
     Variant("paper-50", 2, 2, PAPER, tier=2),
-    Variant("released-50", 2, 2, RELEASED, tier=2),
     Variant("paper_scaled-50", 2, 2, SCALED, tier=2),
-    Variant("groups_shared-50", 2, 2, GROUPS, tier=3),
+    Variant("released-50", 2, 2, RELEASED, tier=2),
+    Variant("groups_shared-50", 2, 2, GROUPS, tier=2),
+    Variant("gated-75", None, 0, f"{GATED} {MOST}", tier=2),
+    Variant("sigmoid-75", 4, 2, SIGMOID, tier=2),
+    Variant("gated", None, 0, GATED, tier=3),
+    Variant("fewer-50", None, 0, HALF, tier=3),
     Variant("bias-50", 2, 2, f"{SIGMOID} {BIAS}", tier=3),
-    Variant("gated-75", None, 0, f"{GATED} {MOST}", tier=3),
-    Variant("sigmoid-75", 4, 2, SIGMOID, tier=3),
     Variant("paper-75", 4, 2, PAPER, tier=3),
     Variant("released-75", 4, 2, RELEASED, tier=3),
     Variant("gated-25", None, 0, f"{GATED} {QUARTER}", tier=4),
