@@ -101,10 +101,10 @@ def wanted(plan, row):
 
 
 def run_named(plan, name):
-    """The ``Run`` with this name, SIZE/VARIANT/rate-FACTOR-seed-N, or None if the plan has no such size or variant."""
+    """The ``Run`` with this name, SIZE/VARIANT/rate-FACTOR-seed-N, or None if the table has no such size or variant."""
     *folder, name = PurePosixPath(name).parts
     named = factor_and_seed(PurePosixPath(name))
-    for size, variant in product(plan.trained, plan.table.variants) if named else ():
+    for size, variant in product(plan.table.sizes, plan.table.variants) if named else ():
         if folder == [size.name, variant.name]:
             return plan.run((size, variant, *named))
     return None
