@@ -21,9 +21,7 @@ RECORD_BATCH, DICTIONARY = 3, 2  # kinds of messages
 
 def largest_page(file, column) -> int:
     """Bytes of the largest page of a column chunk, unpacked. column: its metadata. Raises ValueError for damage."""
-    at, largest = column.data_page_offset, 0
-    if column.dictionary_page_offset:
-        at = min(at, column.dictionary_page_offset)
+    at, largest = min(filter(None, (column.data_page_offset, column.dictionary_page_offset)), default=0), 0
     end = at + column.total_compressed_size
     while at < end:
         fields, length = page_header(file, at)

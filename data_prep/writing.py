@@ -23,7 +23,7 @@ from moh_lm.data.files import beside, publish
 from moh_lm.data.shards import ShardWriter
 
 REPORT = 1 << 20  # bytes of text, or of input, between two reports of progress
-BUCKETS, BUCKET_MEMORY = 64, 1 << 20
+BUCKETS, BUCKET_MEMORY = 256, 1 << 18
 EXAMPLES = 20  # bad records shown
 USUAL_FRACTION, USUAL_NUMBER = 0.01, 1000  # default limits of bad records; the number holds up to nine tenths of all
 

@@ -5,7 +5,8 @@
 The last line therefore comes from a rank and says what is wrong. This program only reports what a rank cannot: that a
 signal ended it. Ctrl-C, or a terminal that hangs up, is meant for the ranks, which save. This program and the launcher
 block these signals and wait for the ranks' exit code; scripts unblock them, since ignored signals would stay ignored in
-the ranks. A launcher for several nodes must get Ctrl-C to pass it on. It ignores hang-ups, and gets SIGTERM instead.
+the ranks. SIGTERM, which reaches only this program, is passed on to the ranks. A launcher for several nodes must get
+Ctrl-C to pass it on. It ignores hang-ups, and gets SIGTERM instead.
 """
 
 import os
@@ -30,6 +31,7 @@ if problems := import_problems():
     print("\n".join(f"{sys.argv[1]}: {problem}" for problem in problems), file=sys.stderr)
     sys.exit(2)
 
+import psutil  # noqa: E402 - DeepSpeed needs it, too
 from deepspeed.launcher import runner  # noqa: E402
 
 SECRET = "MOH_LM_SECRET"  # the secret of this launch; see moh_lm/supervise/secret.py
@@ -78,6 +80,7 @@ def main(script, *flags):
                 raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start with torchrun")
             port = port or str(free_port())
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+            signal.signal(signal.SIGTERM, lambda *_: stop_ranks(launcher))
         else:
             with open(hostfile or runner.DLTS_HOSTFILE, encoding="utf-8") as lines:
                 options = [line.split()[0] for line in lines if line.lstrip().startswith("-")]
@@ -111,6 +114,15 @@ def main(script, *flags):
                 return 130
             print(f"{script}: {name} ended a rank (SIGKILL: perhaps memory ran out)", file=sys.stderr)
         return end.code
+
+
+def stop_ranks(launcher):
+    """Ask the ranks of this machine to save and end. DeepSpeed's launcher would give them 30 seconds, and exit with 1.
+    Process 1 of a container gets SIGTERM when the container is stopped."""
+    if not launcher:
+        sys.exit(128 + signal.SIGTERM)
+    for rank in psutil.Process(launcher[-1].pid).children():
+        rank.terminate()
 
 
 def advice(error):

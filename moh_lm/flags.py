@@ -65,6 +65,8 @@ def config_of(given):
         model.pop("routing", None)  # which gated decides; moh_lm.run.resume says what the run has
     known = {**model, **given.values}
     preset = config_type.preset(given.preset, known) if given.preset else {}
+    if "warmup_iters" in preset:  # which follows from a budget that a resume may change
+        preset |= warmup_of_run(known.get("checkpoint_dir"), config_type)
     return config_type.from_dict({**of_device(given), **preset, **known})
 
 
@@ -75,7 +77,8 @@ def of_device(given):
 
     named = given.preset or getattr(given, "script", None)
     fixed = given.values.get("window_strategy") != "entropy"
-    on_gpu = torch.cuda.is_available() or getattr(given, "device_name", None)
+    planned = getattr(given, "device_name", None) or getattr(given, "gpus", None)  # of a dry run, of tools/plan.py
+    on_gpu = torch.cuda.is_available() or planned
     return {"compile": True} if given.config_type is Config and named and fixed and on_gpu else {}
 
 
@@ -116,6 +119,13 @@ def of_all_layers(value):
     """Return one number if ``value`` is a tuple with that number in all layers, else ``value``."""
     equal = isinstance(value, tuple) and len(set(value)) == 1 and not isinstance(value[0], tuple)
     return value[0] if equal else value
+
+
+def warmup_of_run(directory, config_type):
+    """Return {"warmup_iters": those of the newest checkpoint}, {} for a run without steps."""
+    step = newest_model(directory, config_type)[0] if directory else None
+    begun = step is not None and step.name != "step-0"
+    return {"warmup_iters": config_type.load(step / "config.json").optimizer.warmup_iters} if begun else {}
 
 
 def model_of_run(directory, config_type=Config):

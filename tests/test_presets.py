@@ -1,5 +1,7 @@
 """Presets: sizes that follow from one formula, and what a flag beside them changes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts
+from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from moh_lm.model.initial_gates import gates_of_one
 
@@ -56,7 +59,7 @@ def begun(monkeypatch):
 
     def begin(text):
         config = parse_config(text.split())[0]
-        monkeypatch.setattr(flags, "newest_model", lambda directory, config_type: (directory, config.model))
+        monkeypatch.setattr(flags, "newest_model", lambda *_: (Path("step-0"), config.model))
         return config
 
     return begin
@@ -66,6 +69,19 @@ def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(begun):
     began = begun("--preset 10M --hidden-size 256 --routing paper")
     config = parse_config("--preset 10M --checkpoint-dir run".split())[0]
     assert config.model == began.model and config.run.batch_tokens == began.run.batch_tokens == 65536
+
+
+def test_a_run_that_goes_on_keeps_its_warmup_with_a_longer_budget(tmp_path, monkeypatch):
+    for step, kept in ((500, 122), (0, 1220)):  # an import begins at step 0
+        place = tmp_path / f"step-{step}"
+        began = parse_config(["--preset", "10M"])[0]
+        place.mkdir()
+        write_json(place / "config.json", began.to_dict())
+        monkeypatch.setattr(flags, "newest_model", lambda *_, place=place, model=began.model: (place, model))
+        resumed = parse_config("--preset 10M --checkpoint-dir run --train-tokens 2B".split())[0]
+        assert (began.optimizer.warmup_iters, resumed.optimizer.warmup_iters) == (122, kept)
+        given = parse_config("--preset 10M --checkpoint-dir run --warmup-iters 7".split())[0]
+        assert given.optimizer.warmup_iters == 7
 
 
 def test_gated_heads_do_not_take_the_gates_of_the_run(begun):

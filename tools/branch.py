@@ -55,7 +55,7 @@ def run(arguments):
     if lower := steps_below_the_peak(arguments.run / "metrics.jsonl", optimizer, arguments.at):
         decayed = f"the learning rate had already decayed at step {lower[0]}; give an earlier step"
         raise ConfigError([f"--at {arguments.at}: {decayed}"])
-    if config.model.after(arguments.at + arguments.decay_iters) != config.model:
+    if config.model.after(arguments.at + arguments.decay_iters - 1) != config.model:
         warmup = f"--dense-warmup-iters {config.model.heads.dense_warmup_iters}"
         raise ConfigError([f"--at {arguments.at}: the branch would end in the run's {warmup}; give a later step"])
     if checkpoints.resolve() in (arguments.output / "checkpoints").resolve().parents:
@@ -64,7 +64,8 @@ def run(arguments):
         raise ConfigError([f"--output {arguments.output}: has checkpoints already; give another directory"])
     print(f"copied to {copy(step, arguments.output / 'checkpoints')}; to continue, add to the run's command")
     end, place = arguments.at + arguments.decay_iters, shlex.quote(str(arguments.output))
-    print(f"    --checkpoint-dir {place} --train-iters {end} --decay-iters {arguments.decay_iters}")
+    budget = f"--train-iters {end} --decay-iters {arguments.decay_iters} --warmup-iters {optimizer.warmup_iters}"
+    print(f"    --checkpoint-dir {place} {budget}")
 
 
 def steps_below_the_peak(path, optimizer, last):

@@ -39,6 +39,7 @@ from moh_lm.units import above_0, at_least, share, short, wrapped
 
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 USABLE = 0.92  # share of a GPU's memory; the CUDA context, fragmentation and communication buffers need the rest
+H100 = 989  # TFLOPS
 DAY = 24 * 3600
 
 
@@ -53,8 +54,8 @@ def parse_arguments(texts):
     machine("--gpus", type=at_least(1), metavar="N", required=True, help="number of GPUs (required)")
     machine("--gpus-per-node", type=at_least(1), metavar="N", default=8, help="GPUs in one machine (default: 8)")
     machine("--gpu-memory", type=above_0, metavar="GIB", default=80, help="memory of each GPU (default: 80)")
-    machine("--gpu-tflops", type=above_0, metavar="X", default=989, help="dense bf16 peak of a GPU (default: 989, an "
-            "H100)")  # fmt: skip
+    machine("--gpu-tflops", type=above_0, metavar="X", help=f"dense peak of a GPU (default: that of "
+            f"--peak-tflops, or {H100:g}, an H100 in bf16)")  # fmt: skip
     machine("--efficiency", type=share, metavar="X", default=EFFICIENCY, help="share of the peak that matrix "
             "products reach (default: %(default)s, as measured on an H200)")  # fmt: skip
     bandwidth = {"type": above_0, "metavar": "GB/s"}
@@ -65,6 +66,10 @@ def parse_arguments(texts):
     add_config_flags(parser)
     arguments = parse_flags(parser, texts)
     arguments.config = config_of(arguments)
+    peak = arguments.gpu_tflops or arguments.config.run.peak_tflops
+    if not peak and arguments.config.run.precision == "fp32":
+        raise ConfigError(["--precision fp32: the default peak is that of bf16; give the fp32 one by --gpu-tflops"])
+    arguments.gpu_tflops = peak or H100
     return arguments
 
 

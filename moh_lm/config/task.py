@@ -54,6 +54,10 @@ class TaskConfig:
         """Return {reason: [fields]} of settings without effect on this run, beside those of heads and optimizer."""
         return {}
 
+    def length_at(self, samples):
+        """Return the length of the parts in the step after ``samples`` samples."""
+        return self.seq_length
+
     def decay_begins(self):
         """Return the first sample that is read with a new data mix; None if the mix never changes."""
         return None

@@ -126,11 +126,11 @@ def stages(model, seq_length, num_stages):
     """Return (cost, parameters, decoder layers) of each pipeline stage; see ``pipeline_costs``."""
     with torch.device("meta"):
         layers = build_model(model).in_order()
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
     costs, found = pipeline_costs(model, seq_length), []
     for start, stop in pairwise(stage_bounds(costs, num_stages)):
         blocks = sum(prefix.startswith("model.layers.") for prefix, _ in layers[start:stop])
-        found.append((sum(costs[start:stop]), sum(sizes[start:stop]), blocks))
+        weights = {weight for _, layer in layers[start:stop] for weight in layer.parameters()}  # a tied one once
+        found.append((sum(costs[start:stop]), sum(weight.numel() for weight in weights), blocks))
     return found
 
 

@@ -215,7 +215,7 @@ class Dataset(TrainingData):
             begins, later = self.decay
             if before["weights"] == self.fingerprint(later)["weights"]:
                 began = f"began at sample {before['first_sample']} and would begin at {begins}"
-                return [f"--decay-mix {began}: the run is longer now; give the earlier --train-iters"]
+                return [f"--decay-mix {began}: give the earlier budget and --decay-iters"]
         found = changes(before, state["units"], self.fingerprint(newest), self.state()["units"])
         if not found and newest is not self.mixture and before["first_sample"] != newest.first_sample:
             began = f"began at sample {before['first_sample']} and begins at sample {newest.first_sample}"

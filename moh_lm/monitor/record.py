@@ -24,6 +24,7 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
     data, memory = [figures.data for figures in ranks], [figures.memory for figures in ranks]
     balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
     model = config.model.after(accumulator.began(step, config))
+    length = config.length_at(run.samples_after(step - 1))
     return {
         "step": step,
         "loss": accumulator.loss(),
@@ -42,19 +43,22 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
             "seconds": rounded(accumulator.seconds_per_step()),
             "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
             "slowest_rank": rounded(slowest_rank(ranks)._asdict()),
-            "mfu": rounded(utilization(config, model, speed, len(ranks), device, figures or {}, flops)),
+            "mfu": rounded(utilization(config, model, length, speed, len(ranks), device, figures or {}, flops)),
             "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
         },
     }
 
 
-def utilization(config, model, tokens_per_second, world_size, device, figures, flops):
-    """Return the MFU, {"dense", "active"}: ``flops`` over the peak of all devices; {} if the peak is unknown."""
+def utilization(config, model, length, tokens_per_second, world_size, device, figures, flops):
+    """Return the MFU, {"dense", "active"}: ``flops`` over the peak of all devices; {} if the peak is unknown.
+
+    length: of the parts into which sequences are cut.
+    """
     peak = peak_flops(config.run, device)
     if peak is None:
         return {}
     active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
-    found = flops(model, config.seq_length, active)
+    found = flops(model, length, active)
     return {kind: value * tokens_per_second / (peak * world_size) for kind, value in found.items()}
 
 

@@ -3,6 +3,7 @@
 A command that fails or cannot be started is reported, and the run continues.
 """
 
+import math
 import os
 import shlex
 import signal
@@ -71,9 +72,11 @@ class AfterSave:
         print(f"--after-save failed for step-{step}: {reason}", file=sys.stderr, flush=True)
         self.event_log.add("after-save failed", step, reason=reason)
 
-    def close(self, progress):
-        """Wait for the remaining commands, and end those that take too long. progress: called meanwhile."""
-        deadline = time.monotonic() + self.patience
+    def close(self, progress, most=math.inf):
+        """Wait for the remaining commands, ``most`` seconds at most, and end those that take longer. progress: called
+        meanwhile."""
+        patience = min(self.patience, most)
+        deadline = time.monotonic() + patience
         self.poll()
         while self.running and time.monotonic() < deadline:
             progress()
@@ -85,4 +88,4 @@ class AfterSave:
             self.running[1].wait()
             left = [self.running[0], *(step for step, _ in self.waiting)]
             self.running = None
-            self.fail(left[0], f"not done {self.patience} s after the run; steps left: {', '.join(map(str, left))}")
+            self.fail(left[0], f"not done {patience} s after the run; steps left: {', '.join(map(str, left))}")

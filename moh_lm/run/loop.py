@@ -5,6 +5,7 @@
     close       everything is on the disk, and the log says how the run ended
 """
 
+import math
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from moh_lm.training.incidents import report
 from moh_lm.training.schedule import learning_rate
 
 START = 300  # seconds for imports, for building the engine, and for compiling kernels, besides --hang-timeout
+STOP_S = 300  # seconds that a run that was asked to stop waits for commands of --after-save: Slurm gives 600 in all
 REPORT = 3600  # seconds for the report of the run, for which all ranks wait, besides --hang-timeout
 
 
@@ -173,8 +175,9 @@ class Run:
         samples = run.samples_after(state.step)
         batches = self.loader.train_step(samples)
         data_seconds = time.perf_counter() - started
-        if samples == config.decay_begins():
-            self.engine.guard.forget()  # losses on other data are not comparable
+        longer = config.length_at(samples) != config.length_at(run.samples_after(max(0, state.step - 1)))
+        if samples == config.decay_begins() or longer:
+            self.engine.guard.forget()  # losses on other data, or on longer parts, are not comparable
             self.alarms.forget(BALANCE, DRIFT)
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
             self.engine.guard.forget()  # losses with fewer heads are not comparable
@@ -231,7 +234,7 @@ class Run:
         self.profile.close()
         self.saver.close()
         self.watchdog.limit_groups(self.after_save.patience + REPORT)  # as they exit, the others wait for rank 0
-        self.after_save.close(self.watchdog.progress)
+        self.after_save.close(self.watchdog.progress, math.inf if self.complete() else STOP_S)
         self.loader.close()
         self.engine.close()
         if self.log:

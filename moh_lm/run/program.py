@@ -23,7 +23,7 @@ from moh_lm.run.loop import run_steps
 from moh_lm.run.resume import contradictions, refuse_resume, with_model_of_run
 from moh_lm.supervise.errors import report_errors, report_to_torchrun
 from moh_lm.supervise.processes import exit_process, log_rank0, refuse_foreign_launcher, start_process_group
-from moh_lm.supervise.rendezvous import RendezvousError, refuse
+from moh_lm.supervise.rendezvous import RendezvousError, Unreachable, refuse
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
 from moh_lm.supervise.stop import INTERRUPTED, StopRequest
 from moh_lm.supervise.watchdog import MARGIN_S, UNAVAILABLE, Watchdog
@@ -68,6 +68,7 @@ def run_task(given, task):
             code = COMPLETE if train(task, config, dataset, device) else STOPPED
     except ConfigError as error:
         code, problems, speaker = WRONG, error.problems, error.local_rank
+        code = UNAVAILABLE if isinstance(error, Unreachable) else code
         alone = not (given.dry_run or dist.is_initialized() or isinstance(error, RendezvousError))
     except (NonFiniteState, BadNumbers, Differs) as error:
         code, problems = BROKEN, str(error).splitlines()

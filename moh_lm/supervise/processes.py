@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from moh_lm.config import ConfigError
 from moh_lm.supervise.malloc import keep_freed_memory
-from moh_lm.supervise.rendezvous import RENDEZVOUS_TIMEOUT_S, RendezvousError, rendezvous_store, stay_on_loopback
+from moh_lm.supervise.rendezvous import (
+    RENDEZVOUS_TIMEOUT_S,
+    RendezvousError,
+    Unreachable,
+    rendezvous_store,
+    stay_on_loopback,
+)
 from moh_lm.supervise.secret import SECRET, refuse_strangers
 from moh_lm.training.deepspeed import start
 from moh_lm.training.deepspeed.process_groups import set_timeout
@@ -110,7 +116,7 @@ def join(device, backend, seconds):
     except RuntimeError as error:
         problem = f"rank {rank} cannot reach the others ({str(error).splitlines()[0]})"
         remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/parallelism.md)"
-        raise RendezvousError([f"{problem}; {remedy}"]) from error
+        raise Unreachable([f"{problem}; {remedy}"]) from error
     if strangers := refuse_strangers(device):
         shown = ", ".join(map(str, strangers))
         problem = f"these ranks have another one, or do not belong to the run: {shown}; give all ranks the same"

@@ -28,10 +28,14 @@ class RendezvousError(ConfigError):
     """Not all ranks have met. The others know this already, or cannot be told."""
 
 
+class Unreachable(RendezvousError):
+    """A machine, its network or its GPU fails. The same start may succeed later, or on other machines."""
+
+
 def rendezvous_store(backend):
     """Return the store of this start, once all ranks have arrived in it. backend: this rank's, "nccl" or "gloo".
 
-    Raises RendezvousError, on all ranks if only some of them have a GPU.
+    Raises RendezvousError; Unreachable if ranks are missing or, on all ranks, if only some of them have a GPU.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
@@ -52,14 +56,14 @@ def rendezvous_store(backend):
             who = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:8])}{', ...' * (len(absent) > 8)}"
             missing = f"{len(absent)} of {world_size} ranks ({who}) have not arrived within {RENDEZVOUS_TIMEOUT_S} s"
             other = f", or have another {SECRET}" if os.environ.get(SECRET) else ""
-            raise RendezvousError([f"{place}: {missing}{other}; {ASK}"])
+            raise Unreachable([f"{place}: {missing}{other}; {ASK}"])
         time.sleep(0.1)
     hosts, backends, _ = zip(*(text.split(", ") for text in arrived), strict=True)
     without = [rank for rank, one in enumerate(backends) if one == "gloo"]
     if 0 < len(without) < world_size:
         wait_for_listeners(store)
         remedy = "repair these machines, leave them out, or set DS_ACCELERATOR=cpu on all"
-        raise RendezvousError([f"{describe(without, hosts)}: no GPU there, but other ranks have one; {remedy}"])
+        raise Unreachable([f"{describe(without, hosts)}: no GPU there, but other ranks have one; {remedy}"])
     return store
 
 
@@ -106,7 +110,7 @@ def open_store(seconds):
             problem = f"MASTER_PORT {port}: is taken by another program on this machine; {PORT_REMEDY}"
             raise RendezvousError([problem]) from error
         problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: rank {rank} found no rank 0 there within {seconds} s"
-        raise RendezvousError([f"{problem}; {ASK}"]) from error
+        raise Unreachable([f"{problem}; {ASK}"]) from error
     # torchrun keeps its store over a restart, and ranks must not find the addresses of their predecessors.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     return SignedStore(f"{os.environ['WORLD_SIZE']} ranks, restart {start}", store)

@@ -12,6 +12,7 @@ import threading
 import time
 
 SAME = 2  # seconds within which signals are one request
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # each asks a run to stop
 INTERRUPTED = 128 + signal.SIGINT  # exit code, like that of a process that the signal killed
 
 
@@ -24,7 +25,7 @@ class StopRequest:
     def __init__(self, exit_after=None, program="moh_lm.pretrain"):
         self.deadline = time.monotonic() + exit_after if exit_after else None
         self.reason = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
                 signal.signal(number, self.note)
         reader, writer = os.pipe()

@@ -16,6 +16,7 @@ from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, read_json
 from moh_lm.data.training_data import TrainingData
 from moh_lm.supervise.processes import log_rank0
+from moh_lm.supervise.stop import SIGNALS
 from moh_lm.units import listing
 from moh_lm.vision.images import Images, Request, ViTSamples, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents
@@ -237,5 +238,5 @@ def batches_of(reader):
 
 def ignore_stops(worker):
     """Ignore the signals that stop a run, since they may reach workers too: the run ends them later."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

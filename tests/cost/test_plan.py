@@ -167,6 +167,14 @@ def test_memory_of_llm_b_on_one_rank_by_hand(precision, width):
     assert parts["loss"] == chunk + gradients
 
 
+@pytest.mark.parametrize("pipeline, copies", [(1, 1), (2, 2)])
+def test_a_tied_embedding_is_held_once_by_each_stage_that_uses_it(pipeline, copies):
+    config = parse(LLM_B, "--tie-embeddings", "--pipeline-parallel-size", str(pipeline))
+    counts = parameter_counts(config.model)
+    held = sum(stage["weights"] for stage in stage_memory(config, world_size=8)) / 2
+    assert held == counts["total"] + (copies - 1) * counts["embedding"]
+
+
 def test_zero_3_needs_room_for_the_whole_model_at_its_start():
     for ranks, more in ((8, False), (1024, True)):  # each rank has a share of the 16 bytes per parameter later
         parts = memory_estimate(parse(LLAMA3_8B, "--zero-stage", "3", "--recompute", "true"), ranks)
@@ -398,9 +406,30 @@ def test_a_plan_knows_that_small_micro_batches_are_slow():
     assert seconds == pytest.approx(2048 / 16 * 24 * 7e-3)  # micro-batches, layers, the host's time for each
 
 
-def test_the_tool_says_what_is_wrong_in_one_line(capsys):
-    assert planner.main(["--gpus", "0"]) == 2
-    assert capsys.readouterr().err == "plan: --gpus 0: must be 1 or above\n"
+def test_a_plan_is_for_the_peak_and_the_precision_of_the_run():
+    peaks = [planner.parse_arguments([*FIRST_OF_LLM_B, *more.split()]).gpu_tflops for more in (
+        "", "--peak-tflops 312", "--gpu-tflops 500 --peak-tflops 312", "--precision fp32 --gpu-tflops 67",
+    )]  # fmt: skip
+    assert peaks == [989, 312, 500, 67]
+    assert planner.parse_arguments("--gpus 8 --preset 100M".split()).config.run.compile  # as it does on those GPUs
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("--gpus 0", "plan: --gpus 0: must be 1 or above\n"),
+        ("--gpus 1 --precision fp32", "plan: --precision fp32: the default peak is that of bf16; give the fp32 one by "
+         "--gpu-tflops\n"),
+    ],
+)  # fmt: skip
+def test_the_tool_says_what_is_wrong_in_one_line(more, said, capsys):
+    assert planner.main(more.split()) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_a_dry_run_in_fp32_asks_for_the_peak_only():
+    said = describe_time(parse(LLM_B, "--precision", "fp32"), 8, known_device("H100"))
+    assert said == "unknown; the peak of H100 is known in bf16 only; give --peak-tflops"
 
 
 def test_layouts_of_continued_training_are_accepted_at_full_size():

@@ -272,7 +272,7 @@ def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
         assert branch.changes(earlier.state(32), 32) == []
     assert opened(32).changes(opened().state(64), 64) == ["--decay-mix began at sample 48 and begins at sample 32"]
     (change,) = opened(80).changes(opened().state(64), 64)
-    assert "--decay-mix began at sample 48 and would begin at 80: the run is longer now" in change
+    assert "--decay-mix began at sample 48 and would begin at 80: give the earlier budget" in change
     assert [row["samples"] for row in opened().plan(96)] == [36, 36, 24]
     data = DataConfig(str(directory), (("a", "1"),), 0.0, decay_mix=(("d", "1"),))
     with pytest.raises(ConfigError, match="^--decay-mix: no source is named d; the data directory has a, b, c"):

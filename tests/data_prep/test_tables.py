@@ -180,6 +180,15 @@ def test_the_headers_of_pages_add_up_to_what_the_footer_says(encoding, version):
             assert max(sizes) - 100 < largest_page(file, column) < max(sizes) or extras
 
 
+@pytest.mark.parametrize("codec", ["none", "snappy"])
+def test_a_row_group_may_be_empty(codec, tmp_path):
+    table, path = pyarrow.table({"text": ["a", "b", "c"], "source": ["x", "x", "y"]}), tmp_path / "x.parquet"
+    with pyarrow.parquet.ParquetWriter(path, table.schema, compression=codec) as writer:
+        for part in (table[:0], table[:2], table[2:2], table[2:]):
+            writer.write_table(part)
+    assert [document.text for document in documents(inspect_file(str(path), path.name), "text")] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("damage", [b"\x15" * 40, b"\xff" * 40, b"\x1c" * 5000, b"\x19" * 40, b"\x15\0\x15\1\x15\1\0"])
 def test_a_page_whose_header_is_damaged_fails_the_file(damage, tmp_path):
     path = tmp_path / "x.parquet"

@@ -3,10 +3,11 @@
 import pytest
 
 # Stands for moh_lm.pretrain: leaves what it was given in a file of its rank, and exits with the code asked for, or with
-# 75 after Ctrl-C; notes that its terminal hung up.
+# 75 after Ctrl-C or SIGTERM; notes that its terminal hung up.
 TRAINER = """
 import json, os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
+signal.signal(signal.SIGTERM, lambda *_: open("ended", "w").close() or sys.exit(75))
 signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
 call = {"arguments": sys.argv[1:], "process": os.getpid(), "port": os.environ.get("MASTER_PORT")}
 call |= {"path": os.environ.get("PYTHONPATH", ""), "secret": os.environ.get("MOH_LM_SECRET", "")}

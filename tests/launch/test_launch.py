@@ -1,6 +1,7 @@
 """The scripts in launch/: the paper's values, the three launchers, the quickstart's corpus, the environment step."""
 
 import ast
+import contextlib
 import gzip
 import inspect
 import json
@@ -76,6 +77,21 @@ def test_ctrl_c_and_a_hang_up_are_for_the_ranks(trainer):
             raise
     assert (process.returncode, output) == (75, "")
     assert call_of_rank(trainer, 0)["port"] == "29512"
+
+
+def test_a_signal_to_the_launcher_alone_is_for_the_ranks(trainer):
+    """Process 1 of a container gets SIGTERM, and nothing happens unless it handles it."""
+    command = ["bash", ROOT / SCRIPTS[0], "--wait"]
+    with subprocess.Popen(command, cwd=trainer, env=environment(), start_new_session=True) as process:
+        try:
+            while process.poll() is None and not (trainer / "rank-0.json").exists():
+                time.sleep(0.1)
+            time.sleep(0.5)  # until it waits
+            process.terminate()
+            assert process.wait(25) == 75 and (trainer / "ended").exists()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_bash_starts_a_rank_for_each_slot_of_the_hostfile(trainer, programs):

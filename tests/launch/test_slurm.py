@@ -58,6 +58,19 @@ def test_a_job_queues_again_after_a_stop_or_a_hang(submit, trainer, code, again)
         assert arguments[-4:] == [*FLAGS, str(code)] and "--hidden-size" in arguments
 
 
+@pytest.mark.parametrize("code", [138, 143])
+def test_a_job_that_a_signal_ended_before_training_queues_again_once(submit, code):
+    assert submit(code) and not submit(code)
+
+
+@pytest.mark.parametrize("given", ["--config llm.yaml", "--config=llm.yaml"])
+@pytest.mark.parametrize("line", ["checkpoint_dir: a run  # ", 'checkpoint_dir: "a run"', "checkpoint_dir: 'a run'"])
+def test_a_job_finds_the_run_directory_of_a_file(submit, trainer, given, line):
+    (trainer / "llm.yaml").write_text(f"lr: 1\n# checkpoint_dir: no\n{line}\n")
+    assert submit(69, flags=["--checkpoint-dir", "another", *given.split(), "--exit-code"])
+    assert (trainer / "a run" / "restarts-123").exists()
+
+
 @pytest.mark.parametrize("code", [1, 137])
 def test_a_job_queues_again_after_a_failure_only_if_steps_were_made(submit, code):
     assert submit(code, 10)

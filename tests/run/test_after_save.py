@@ -71,6 +71,16 @@ def test_a_command_that_never_ends_is_ended_after_the_run(tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_a_run_that_was_asked_to_stop_waits_less(tmp_path):
+    log, began = Recorded(), time.monotonic()
+    after_save = AfterSave("sleep 1000", log, 900)
+    after_save.add(3, tmp_path)
+    after_save.close(lambda: None, 0.2)
+    assert time.monotonic() - began < 60 and log.rows == [
+        ("after-save failed", 3, "not done 0.2 s after the run; steps left: 3")
+    ]
+
+
 def test_a_shell_that_cannot_start_is_reported(tmp_path, monkeypatch):
     log = Recorded()
     monkeypatch.setenv("PATH", str(tmp_path))

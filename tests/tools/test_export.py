@@ -17,7 +17,9 @@ import pytest
 import sentencepiece
 import torch
 
-from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.config import Config, HeadsConfig, ModelConfig
+from moh_lm.data.files import read_json
 from moh_lm.model import gates, rotary
 from tests.distributed import run_ranks
 from tests.tools.exporting import (
@@ -111,6 +113,14 @@ def test_a_budget_that_tokens_keep_on_average_only_is_said_so():
         model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=8, heads=heads)
         text = model_card.load_facts(model, {"step": 1, "router_shares": [[0.5] * 6]})
         assert f"| 0 | 2 | {words} | 50.0% |" in text, text
+
+
+def test_the_card_of_a_mean_names_its_steps(run):
+    step = find_step(run)
+    config, state = Config.load(step / "config.json"), read_json(step / "state.json")
+    for averaged, said in (({}, False), ({"averaged": [800, 1000]}, True)):
+        card = model_card.training_facts(config, state | averaged)
+        assert ("| mean | of the weights after steps 800, 1,000 |" in card) == said
 
 
 @pytest.mark.parametrize("routing, said", [("paper", True), ("sigmoid", False)])

@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from moh_lm.checks import config_problems
+from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.summary import describe_lengths
+from moh_lm.data.files import read_json
 from moh_lm.flags import parse_config
+from moh_lm.monitor.events import complete_rows
 from tests.data.directories import SEQ_LENGTH, loader, make_directory, open_dataset
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, equal, left_after, losses, parameters, run
@@ -52,13 +55,20 @@ def test_parts_begin_at_position_0_and_all_else_stays(tmp_path, resets):
 
 
 def test_every_layout_and_a_resume_warm_up_alike(data_dir, tmp_path):
-    run_ranks(run, 1, arguments(data_dir, tmp_path / "whole", *WARMUP))
+    flags = arguments(data_dir, tmp_path / "whole", *WARMUP, "--peak-tflops", "0.001")
+    run_ranks(run, 1, flags)
+    logged = [row for _, row in complete_rows(tmp_path / "whole" / "metrics.jsonl") if "loss" in row]
+    for row, length in zip(logged, [2, 2, 4, 4, 8, 16, 16], strict=True):
+        of_token = flops_per_token(parse_config(flags)[0].model, length)["dense"]  # nobody looks beyond the part
+        assert row["runtime"]["mfu"]["dense"] == pytest.approx(row["tokens_per_second"] * of_token / 1e9, rel=2e-3)
     left_after(3, tmp_path / "whole", tmp_path / "resumed")
     run_ranks(run, 1, arguments(data_dir, tmp_path / "resumed", *WARMUP))
     run_ranks(run, 2, arguments(data_dir, tmp_path / "stages", *WARMUP, "--pipeline-parallel-size", "2"))
     whole, resumed, stages = (losses(tmp_path / name) for name in ("whole", "resumed", "stages"))
     assert equal(parameters(tmp_path / "resumed"), parameters(tmp_path / "whole"))
     assert resumed == whole and len(whole) == 7
+    guard = read_json(tmp_path / "whole" / "checkpoints" / "step-7" / "state.json")["guard"]
+    assert guard["history"]["loss"] == pytest.approx(whole[5:7])  # a loss of other lengths is no spike
     assert np.allclose(stages, whole, rtol=1e-6, atol=0)
     run_ranks(run, 1, arguments(data_dir, tmp_path / "plain", *WARMUP, "--seq-length-warmup", "15:1"), 3)
     assert losses(tmp_path / "plain")[0] != whole[0]

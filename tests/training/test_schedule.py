@@ -78,7 +78,7 @@ def test_a_branch_is_the_run_that_was_to_end_there(decayed, data_dir, tmp_path, 
     (made / "checkpoints" / "copy-step-2.tmp").mkdir(parents=True)  # of a command that was killed
     assert branch.main([str(stable), "--at", "2", "--decay-iters", "2", "--output", str(made)]) == 0
     flags = capsys.readouterr().out.splitlines()[-1].split()
-    assert flags[0] == "--checkpoint-dir"
+    assert flags[0] == "--checkpoint-dir" and flags[-2:] == ["--warmup-iters", "1"]  # which a preset would lengthen
     run_ranks(run, 1, arguments(data_dir, *flags[1:2], *WSD, *FIRST, *THEN, *flags[2:]))
     assert equal(parameters(made), parameters(decayed))
     assert losses(made) == losses(decayed)[2:]
@@ -99,12 +99,13 @@ def test_a_branch_is_the_run_that_was_to_end_there(decayed, data_dir, tmp_path, 
         ("wsd", 4, 0, "branch", "--decay-iters 0: must be 1 or above"),
         ("wsd", 4, 2, "checkpoints/branch", "checkpoints/branch: lies among the checkpoints of RUN"),
         ("wsd", 4, 2, "checkpoints", "checkpoints: lies among the checkpoints of RUN"),
+        ("wsd --dense-warmup-iters 5", 4, 1, "branch", "the branch would end in the run's --dense-warmup-iters 5"),
         ("cosine", 4, 2, "branch", "was trained with --schedule cosine; only runs with wsd can branch"),
     ],
 )
 def test_a_branch_that_cannot_be_is_refused(schedule, at, decay, output, problem, tmp_path, capsys):
     flags = f"--data-dir data --checkpoint-dir run --train-iters 8 --warmup-iters 2 --schedule {schedule}"
-    more = " --decay-iters 2" if schedule == "wsd" else ""
+    more = " --decay-iters 2" if schedule.startswith("wsd") else ""
     for step in (1, 4, 6, 7):
         place = tmp_path / "checkpoints" / f"step-{step}"
         place.mkdir(parents=True)

@@ -5,6 +5,7 @@ import io
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -18,11 +19,12 @@ from PIL import Image
 from moh_lm.config import ConfigError
 from moh_lm.data import files
 from moh_lm.data.files import ShardError
+from moh_lm.supervise import stop
 from moh_lm.vision import images as reading
 from moh_lm.vision.augment import center_crop, mix, normalized, rand_augment, random_crop, random_erasing
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.images import ImagePlace, Images, sample_hash
-from moh_lm.vision.loader import ImageLoader, open_images
+from moh_lm.vision.loader import ImageLoader, ignore_stops, open_images
 from tests.vision.cases import loader_of
 
 CLASSES, EACH, SIZE, BATCH, MICRO, REPEATS = ("cat", "dog", "fox"), 7, 32, 12, 3, 3
@@ -80,6 +82,16 @@ def test_workers_read_what_the_process_itself_reads(folder):
         assert all(same(alone.train_step(step * BATCH), helped.train_step(step * BATCH)) for step in range(2))
     finally:
         helped.close()
+
+
+def test_a_worker_outlives_every_signal_that_stops_a_run():
+    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    try:
+        ignore_stops(0)
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN} and signal.SIGHUP in before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_repeated_augmentation_repeats_a_third_of_the_images(folder):

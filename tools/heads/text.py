@@ -78,7 +78,8 @@ def read_shards(entry, name, place, tokenizer, seq_length, num_tokens):
     shards = [shard for shards in sources.values() for shard in shards]
     made_with = {shard.sidecar["tokenizer"]["sha256"] for shard in shards if shard.sidecar}
     if made_with - {tokenizer.description["sha256"]}:
-        raise ConfigError([f"--data {entry}: was made with another tokenizer than the model's; give its text instead"])
+        advice = "give its text instead, or the run that was exported"
+        raise ConfigError([f"--data {entry}: was made with another tokenizer file than the model's; {advice}"])
     domains = {name: shards} if name else sources
     return {name: shard_windows(name, shards, seq_length, num_tokens) for name, shards in domains.items()}
 

@@ -102,6 +102,8 @@ def training_facts(config, state):
     if state["step"] == 0:
         return table([*facts.items(), ("steps", "0: not trained here")])
     skipped = state["step"] - state["optimizer_steps"]
+    if "averaged" in state:
+        facts["mean"] = f"of the weights after steps {', '.join(map('{:,}'.format, state['averaged']))}"
     facts |= {
         "steps": f"{state['step']:,} of {run.train_iters:,}" + (f", {skipped:,} of them skipped" if skipped else ""),
         "tokens": f"{tokens_read(state['data']['segments'], state['consumed_samples'], run.seq_length):,}",
