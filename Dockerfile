@@ -2,7 +2,7 @@
 #
 #     docker build -t moh-lm .
 #     docker run --rm --gpus all --ipc host -v "$PWD/data:/moh-lm/data" -v "$PWD/runs:/moh-lm/runs" moh-lm \
-#         bash launch/pretrain_llm_s.sh  # saves on `docker stop --timeout 120`, which deepspeed as process 1 ignores
+#         bash launch/pretrain_llm_s.sh  # saves on `docker stop -t 120`, which deepspeed as process 1 ignores
 FROM python:3.12-slim
 
 # Triton compiles with gcc while it runs; the deepspeed launcher reaches other nodes by pdsh and ssh.

@@ -5,10 +5,11 @@
 The last line therefore comes from a rank and says what is wrong. This program only reports what a rank cannot: that a
 signal ended it. Ctrl-C, or a terminal that hangs up, is meant for the ranks, which save. This program and the launcher
 block these signals and wait for the ranks' exit code; scripts unblock them, since ignored signals would stay ignored in
-the ranks. SIGTERM, which reaches only this program, is passed on to the ranks. A launcher for several nodes must get
-Ctrl-C to pass it on. It ignores hang-ups, and gets SIGTERM instead.
+the ranks. SIGTERM to this program alone is passed on to the ranks. A launcher for several nodes must get Ctrl-C to pass
+it on. It ignores hang-ups, and gets SIGTERM instead.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -17,12 +18,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 given = {word.split("=")[0] for word in sys.argv}
 if "--help" in given or {"--dry-run", "--devices"} <= given:  # at once, without a launcher and its devices
     os.execvpe("bash", ["bash", *sys.argv[1:]], os.environ | {"RANK_PYTHON": sys.executable})
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the launcher is imported
+signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))  # process 1 would ignore it
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the root of the checkout
 
 from moh_lm.cli.command import import_problems  # noqa: E402
@@ -121,8 +124,12 @@ def stop_ranks(launcher):
     Process 1 of a container gets SIGTERM when the container is stopped."""
     if not launcher:
         sys.exit(128 + signal.SIGTERM)
-    for rank in psutil.Process(launcher[-1].pid).children():
-        rank.terminate()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(launcher[-1].pid)
+        while not (ranks := process.children()) and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.1)  # it is still importing
+        for rank in ranks:
+            rank.terminate()
 
 
 def advice(error):

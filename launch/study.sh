@@ -4,8 +4,8 @@
 #     bash launch/study.sh [OUT] [FLAGS]
 #
 # The arms of docs/study.md at the size s2, each at its own best learning rate, with five seeds on the same samples. OUT
-# (default: runs/study) receives corpus, tokens, runs, REPORT.md and its pictures. Stop it whenever you like: the same
-# command resumes, and repeats nothing that is complete.
+# (default: runs/study) receives corpus, tokens, runs, runs.jsonl, REPORT.md and its pictures. Stop it whenever you like:
+# the same command resumes, and repeats nothing that is complete.
 #
 # The next size: --sizes m2 --seeds 1 2 3. Seconds of every arm, side by side on this machine: --times 5. The report of
 # what is complete: --report. After --recorded studies/study_runs.jsonl the runs that we trained count as yours. On a

@@ -57,7 +57,8 @@ def parse_flags(parser, arguments, config_type=Config):
 def config_of(given):
     """Return the ``Config`` for the result of ``parse_flags``.
 
-    Model settings that are not given come from the newest checkpoint in --checkpoint-dir, or else from --preset.
+    Model settings that are not given come from the newest checkpoint in --checkpoint-dir, or else from --preset. So
+    does the warm-up of a preset once the run has steps.
     """
     config_type = given.config_type
     model = without_replaced(model_of_run(given.values.get("checkpoint_dir"), config_type), given.values)

@@ -7,6 +7,7 @@ here, but for its checkpoints.
 
 import hashlib
 import json
+import sys
 from itertools import product
 from pathlib import PurePosixPath
 
@@ -15,7 +16,7 @@ from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
 from studies.results import factor_and_seed, final_evaluation, has_diverged, metrics
-from studies.runs import inputs
+from studies.runs import CONTENT, content, inputs
 
 DIGITS = 6  # of losses, in nats per token
 OF_EVENTS = ("event", "step", "alarm", "device", "commit")  # what is kept of the events below
@@ -27,9 +28,11 @@ def recorded(out, table):
     lines = []
     for size, variant in product(table.sizes, table.variants):
         for directory in sorted((out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
-            log = directory.with_name(directory.name + ".log")
-            if factor_and_seed(directory) and log.exists() and has_ended(directory):
-                lines.append(json.dumps(row_of(directory, log, out)) + "\n")
+            if factor_and_seed(directory) and has_ended(directory):
+                try:
+                    lines.append(json.dumps(row_of(directory, out)) + "\n")
+                except (OSError, StopIteration, TypeError) as error:
+                    print(f"left out of runs.jsonl: {directory} ({error!r})", file=sys.stderr)
     return "".join(lines).encode()
 
 
@@ -42,9 +45,9 @@ def has_ended(directory):
     return has_diverged(directory) or final_evaluation(directory, iterations) is not None
 
 
-def row_of(directory, log, out):
+def row_of(directory, out):
     """The line of one run. Losses that are not finite are None, as in metrics.jsonl."""
-    flags, *others = log.read_text(errors="replace").splitlines()
+    flags, *others = directory.with_name(directory.name + ".log").read_text(errors="replace").split("\n", 5)
     rows = metrics(directory)
     events = [row for _, row in complete_rows(directory / "events.jsonl") if row.get("event") in EVENTS]
     kept = [{"step": row["step"], "evaluation": rounded(row["evaluation"])} for row in rows if "evaluation" in row]
@@ -53,7 +56,7 @@ def row_of(directory, log, out):
         "step": kept[-1]["step"] if kept else 0,
         "run": str(directory.relative_to(out / "runs")),
         "flags": digest(flags),
-        "reads": next((line.split()[-1] for line in others if line.startswith("reads: ")), None),
+        "tokens": next(line for line in others if line.startswith(CONTENT)).removeprefix(CONTENT),
         "events": [{key: row[key] for key in OF_EVENTS if key in row} for row in events],
         "rows": [*kept, *used[-1:]],
     }
@@ -73,9 +76,7 @@ def take_over(plan, path):
 
     Raises ConfigError if the file is no runs.jsonl, or if none of its runs has the flags and the text of the plan.
     """
-    if not path.is_file():
-        raise ConfigError([f"--recorded {path}: is not a file; give the runs.jsonl of another OUT"])
-    taken = there = other = 0
+    found, there, other = [], 0, 0
     try:
         for _, row in complete_rows(path):
             run = wanted(plan, row)
@@ -84,20 +85,28 @@ def take_over(plan, path):
             elif run.log.exists() or run.directory.exists():
                 there += 1
             else:
-                write(run, row, path)
-                taken += 1
-    except (KeyError, TypeError, ValueError) as error:
+                found.append((run, {name: lines_of(row[name]) for name in ("events", "rows")}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError([f"--recorded {path}: no study wrote it ({error!r}); give a runs.jsonl"]) from error
-    if not taken + there:
+    if not found and not there:
         raise ConfigError([f"--recorded {path}: none of its {other} runs has the flags and the text of this study"])
-    return f"{path.name}: {taken} runs were taken over, {there} are here, {other} have other flags or read other text"
+    for run, texts in found:
+        write(run, texts, path)
+    begun = f"{there} were begun or are complete here, {other} have other flags or read other text"
+    return f"{path.name}: {len(found)} runs were taken over, {begun}"
+
+
+def lines_of(rows):
+    """Lines of JSON. Raises TypeError or ValueError unless ``rows`` is a list of objects."""
+    return "".join(json.dumps(dict(row.items())) + "\n" for row in rows)
 
 
 def wanted(plan, row):
     """The ``Run`` of a line, or None if this machine would train it otherwise or not at all."""
     run = run_named(plan, row["run"])
-    same = run and row["flags"] == digest(" ".join(run.arguments)) and row["reads"] == inputs(run).split()[-1].decode()
-    return run if same else None
+    if run is None or row["flags"] != digest(" ".join(run.arguments)):
+        return None
+    return run if content(run).decode() == f"{CONTENT}{row['tokens']}\n" else None
 
 
 def run_named(plan, name):
@@ -110,11 +119,10 @@ def run_named(plan, name):
     return None
 
 
-def write(run, row, path):
+def write(run, texts, path):
     """Write the files of a run. Its log comes first: a run without the others is trained again."""
     run.directory.mkdir(parents=True)
-    run.log.write_bytes(f"{' '.join(run.arguments)}\nrecorded: {path}".encode() + inputs(run))
+    run.log.write_bytes(f"{' '.join(run.arguments)}\nrecorded: {path}".encode() + inputs(run) + content(run))
     write_json(run.directory / "config.json", parse_config(run.arguments)[0].to_dict())
-    for name in ("events", "rows"):
-        lines = "".join(json.dumps(each) + "\n" for each in row[name])
-        (run.directory / {"events": "events.jsonl", "rows": "metrics.jsonl"}[name]).write_text(lines)
+    (run.directory / "events.jsonl").write_text(texts["events"])
+    (run.directory / "metrics.jsonl").write_text(texts["rows"])

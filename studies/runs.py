@@ -8,9 +8,11 @@ Simultaneous runs have their own GPUs or threads.
 """
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +21,7 @@ import torch
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
-from moh_lm.data.files import refuse_foreign
+from moh_lm.data.files import read_json, refuse_foreign
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
 from moh_lm.monitor.surroundings import commit
@@ -31,7 +33,7 @@ from studies.results import events, final_evaluation, metrics
 ROOT = Path(__file__).resolve().parents[1]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
 STOPPED = 75  # it was asked to stop, and has saved
-INPUTS = b"\nreads: sha256 "
+INPUTS, CONTENT = b"\nreads: sha256 ", "tokens: sha256 "
 PLACES = ("data_dir", "checkpoint_dir")  # settings that may change when OUT moves
 OF_BRANCHES = ("train_iters", "train_tokens", "decay_iters")  # settings of a branch that its stable run lacks
 OF_EVENTS = {"failed": DIVERGED, "stopped": STOPPED}  # torchrun turns either into 1; the run's last event shows which
@@ -111,6 +113,17 @@ def inputs(run):
     files = [path / "manifest.json" if name == "--data-dir" else path for name, path in sorted(named.items())]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists()))
     return INPUTS + digest.hexdigest().encode() + b"\n"
+
+
+def content(run):
+    """A line with a hash of the tokens that the run reads and of their tokenizer, equal wherever they were made."""
+    found = hashlib.sha256()
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # a run will say what is wrong
+        manifest = read_json(Path(run.arguments[run.arguments.index("--data-dir") + 1]) / "manifest.json")
+        sources = sorted(manifest["sources"].items())
+        units = [(name, unit["content"]) for name, source in sources for unit in source["units"].values()]
+        found.update(json.dumps([manifest["tokenizer"]["sha256"], units]).encode())
+    return CONTENT.encode() + found.hexdigest().encode() + b"\n"
 
 
 def differs(run, out):
@@ -218,4 +231,4 @@ def start(run, ranks, share):
 
 def opening(run, ranks, share):
     """Return the lines with which the log of a run begins."""
-    return f"{' '.join(run.arguments)}\n{place(ranks, share)}".encode() + inputs(run)
+    return f"{' '.join(run.arguments)}\n{place(ranks, share)}".encode() + inputs(run) + content(run)

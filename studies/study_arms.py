@@ -23,7 +23,7 @@ GROUPS = f"{SIGMOID} --routing-unit head_in_group"
 MHA = "--num-key-value-heads {all}"
 OWN_KEYS = f"{SIGMOID} {MHA} --routed-keys selected"
 HALF, MOST, QUARTER = (f"--num-attention-heads {{{share}}}" for share in ("half", "three_quarters", "quarter"))
-VARIANTS = (  # heads that are always on, and heads chosen for each token, in eighths; the first two tiers are in rules
+VARIANTS = (  # heads that are always on, and heads chosen for each token, in eighths; rules name the first two tiers
     Variant("dense", None),
     Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model with half of the query heads
     Variant("sigmoid-50", 2, 2, SIGMOID),

@@ -167,6 +167,10 @@ def read_flags(parser, texts, program, instead):
         twice = [value for value, times in Counter(getattr(flags, name, ())).items() if times > 1]
         if twice:
             problems.append(f"--{name} {twice[0]}: is given twice, and would be trained once; leave one out")
+    if path := getattr(flags, "recorded", None):
+        alone = flags.report or flags.plan or flags.times or flags.hours < math.inf
+        problems += [f"--recorded {path}: leave out --report, --plan, --times and --hours beside it"] if alone else []
+        problems += [] if path.is_file() else [f"--recorded {path}: is not a file; give the runs.jsonl of another OUT"]
     given = {text.partition("=")[0] for text in flags.others}
     if "--save-config" in given:
         problems.append("--save-config: there are many runs; config.json of each has its flags")

@@ -223,8 +223,8 @@ def describe_flops(config):
 def describe_time(config, world_size, device=None):
     """Estimate the time and cost of the run, with the assumptions. device: by default the one in this machine."""
     peak = known_peak(config.run, device)
-    if not peak and device:
-        return f"unknown; the peak of {device.name} is known in bf16 only; give --peak-tflops"
+    if not peak and config.run.precision == "fp32":
+        return "unknown; peaks are known in bf16 only; give --peak-tflops"
     if not peak:
         return "unknown; give --peak-tflops or --device-name for an estimate, or compare layouts with tools/plan.py"
     there = Machine(world_size, peak / 1e12)

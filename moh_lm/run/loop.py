@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.summary import describe_switch
 from moh_lm.monitor.accumulator import MetricsAccumulator
-from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms, Announcer
+from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT, Alarms, Announcer
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.ranks import ForwardTimer, rank_figures
@@ -178,7 +178,7 @@ class Run:
         longer = config.length_at(samples) != config.length_at(run.samples_after(max(0, state.step - 1)))
         if samples == config.decay_begins() or longer:
             self.engine.guard.forget()  # losses on other data, or on longer parts, are not comparable
-            self.alarms.forget(BALANCE, DRIFT)
+            self.alarms.forget(BALANCE, DRIFT, *([THROUGHPUT] if longer else []))
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
             self.engine.guard.forget()  # losses with fewer heads are not comparable
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
@@ -234,7 +234,7 @@ class Run:
         self.profile.close()
         self.saver.close()
         self.watchdog.limit_groups(self.after_save.patience + REPORT)  # as they exit, the others wait for rank 0
-        self.after_save.close(self.watchdog.progress, math.inf if self.complete() else STOP_S)
+        self.after_save.close(self.watchdog.progress, STOP_S if self.stopping else math.inf)
         self.loader.close()
         self.engine.close()
         if self.log:

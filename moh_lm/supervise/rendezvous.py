@@ -29,7 +29,8 @@ class RendezvousError(ConfigError):
 
 
 class Unreachable(RendezvousError):
-    """A machine, its network or its GPU fails. The same start may succeed later, or on other machines."""
+    """Ranks are missing, unreachable or without a GPU. The same start may succeed later, or on other machines, unless
+    the network's settings or the secret are to blame."""
 
 
 def rendezvous_store(backend):

@@ -429,7 +429,7 @@ def test_the_tool_says_what_is_wrong_in_one_line(more, said, capsys):
 
 def test_a_dry_run_in_fp32_asks_for_the_peak_only():
     said = describe_time(parse(LLM_B, "--precision", "fp32"), 8, known_device("H100"))
-    assert said == "unknown; the peak of H100 is known in bf16 only; give --peak-tflops"
+    assert said == "unknown; peaks are known in bf16 only; give --peak-tflops"
 
 
 def test_layouts_of_continued_training_are_accepted_at_full_size():

@@ -16,6 +16,7 @@ import time
 from json.decoder import JSONDecoder
 from pydoc_data.topics import topics
 
+import psutil
 import pytest
 import zstandard
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -79,16 +80,24 @@ def test_ctrl_c_and_a_hang_up_are_for_the_ranks(trainer):
     assert call_of_rank(trainer, 0)["port"] == "29512"
 
 
-def test_a_signal_to_the_launcher_alone_is_for_the_ranks(trainer):
+@pytest.mark.parametrize("moment", ["import", "launch", "wait"])
+def test_a_signal_to_the_launcher_alone_is_for_the_ranks(trainer, moment):
     """Process 1 of a container gets SIGTERM, and nothing happens unless it handles it."""
     command = ["bash", ROOT / SCRIPTS[0], "--wait"]
     with subprocess.Popen(command, cwd=trainer, env=environment(), start_new_session=True) as process:
+        reached = {
+            "import": lambda: "ranks.py" in " ".join(psutil.Process(process.pid).cmdline()),
+            "launch": lambda: psutil.Process(process.pid).children(),  # which has no ranks yet
+            "wait": (trainer / "rank-0.json").exists,
+        }
         try:
-            while process.poll() is None and not (trainer / "rank-0.json").exists():
-                time.sleep(0.1)
-            time.sleep(0.5)  # until it waits
+            while process.poll() is None and not reached[moment]():
+                time.sleep(0.05)
+            time.sleep(0.5)
             process.terminate()
-            assert process.wait(25) == 75 and (trainer / "ended").exists()
+            code = process.wait(25)
+            assert code == 75 if moment == "wait" else code > 0
+            assert (trainer / "ended").exists() == (moment == "wait")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -64,9 +64,9 @@ def test_a_job_that_a_signal_ended_before_training_queues_again_once(submit, cod
 
 
 @pytest.mark.parametrize("given", ["--config llm.yaml", "--config=llm.yaml"])
-@pytest.mark.parametrize("line", ["checkpoint_dir: a run  # ", 'checkpoint_dir: "a run"', "checkpoint_dir: 'a run'"])
+@pytest.mark.parametrize("line", ["checkpoint_dir: a run # ", '{checkpoint_dir: "a run"}', "checkpoint_dir:\n a run\r"])
 def test_a_job_finds_the_run_directory_of_a_file(submit, trainer, given, line):
-    (trainer / "llm.yaml").write_text(f"lr: 1\n# checkpoint_dir: no\n{line}\n")
+    (trainer / "llm.yaml").write_text(f"# checkpoint_dir: no\n{line}\n")
     assert submit(69, flags=["--checkpoint-dir", "another", *given.split(), "--exit-code"])
     assert (trainer / "a run" / "restarts-123").exists()
 

@@ -15,8 +15,11 @@ NAMES = ("dense/rate-1-seed-1", "dense/rate-1-seed-2", "gated-50/rate-1.4-seed-1
 
 
 def plan_of(out, text, *more):
+    """A plan in ``out``, on a ``text`` whose manifest also has what differs between places."""
     (out / "data").mkdir(parents=True, exist_ok=True)
-    (out / "data/manifest.json").write_text(text)
+    units = {"a-1": {"content": text, "bytes": {".json": len(str(out))}}}
+    manifest = {"tokenizer": {"sha256": "t"}, "sources": {"a": {"units": units}}, "sha256": str(out)}
+    (out / "data/manifest.json").write_text(json.dumps(manifest))
     given = [str(out), "--data-dir", str(out / "data"), *SMALL, *more]
     return comparison.Comparison(study.parse_arguments(given))
 
@@ -53,16 +56,18 @@ def trials(plan):
 
 
 def test_another_machine_writes_the_same_report_and_trains_none_of_them_again(there, tmp_path):
-    out = tmp_path / "here"
+    out = tmp_path / "here, on another machine"
     plan = plan_of(out, "text", "--rates", "1")
     said = recorded.take_over(plan, there / "runs.jsonl")
-    assert said == "runs.jsonl: 4 runs were taken over, 0 are here, 0 have other flags or read other text"
+    assert said == (
+        "runs.jsonl: 4 runs were taken over, 0 were begun or are complete here, 0 have other flags or read other text"
+    )
     report.write(out, TABLE)
     assert (out / "REPORT.md").read_text() == (there / "REPORT.md").read_text()
     assert (out / "runs.jsonl").read_bytes() == (there / "runs.jsonl").read_bytes()
     plan.check_flags()
     assert plan.next_run(set(), {}).name == "s2/gated-50/rate-1-seed-1"
-    assert "4 are here" in recorded.take_over(plan, there / "runs.jsonl")
+    assert "0 runs were taken over, 4 were begun" in recorded.take_over(plan, there / "runs.jsonl")
 
 
 def test_a_line_gives_a_run_its_losses_and_events(there):
@@ -83,21 +88,44 @@ def test_runs_with_other_flags_or_other_text_are_left_out(there, tmp_path, chang
     assert not (tmp_path / "here/runs").exists()
 
 
-def test_a_foreign_file_is_refused(tmp_path):
-    plan, path = plan_of(tmp_path, "text"), tmp_path / "metrics.jsonl"
-    with pytest.raises(ConfigError, match=r"--recorded .*metrics.jsonl: is not a file; give the runs.jsonl of another"):
-        recorded.take_over(plan, path)
-    for row in ({"loss": 3.0}, {"run": 7}, {"run": ""}, {"run": "s2/dense/rate-1-seed-1"}):
+def test_a_foreign_file_is_refused(there, tmp_path):
+    plan, path = plan_of(tmp_path / "here", "text"), tmp_path / "metrics.jsonl"
+    first = json.loads((there / "runs.jsonl").read_text().splitlines()[0])
+    odd = ({"loss": 3.0}, {"run": 7}, {"run": ""}, {"run": "s2/dense/rate-1-seed-1"})
+    for row in (*odd, *(first | {name: value} for name in ("events", "rows") for value in (5, None, "ab", [7]))):
         path.write_text(json.dumps({"step": 1, **row}) + "\n")
         with pytest.raises(ConfigError, match="no study wrote it .*; give a runs.jsonl"):
             recorded.take_over(plan, path)
+    assert not (tmp_path / "here/runs").exists()
+
+
+@pytest.mark.parametrize(
+    "more, problem",
+    [
+        ("", "runs.jsonl: is not a file; give the runs.jsonl of another OUT"),
+        ("--report", "runs.jsonl: leave out --report, --plan, --times and --hours beside it"),
+        ("--hours 3", "runs.jsonl: leave out --report, --plan, --times and --hours beside it"),
+    ],
+)
+def test_a_call_that_would_ignore_the_file_is_refused(tmp_path, more, problem):
+    with pytest.raises(ConfigError, match=problem):
+        plan_of(tmp_path, "text", "--recorded", str(tmp_path / "runs.jsonl"), *more.split())
+
+
+def test_a_run_that_nobody_can_tell_is_left_out_and_named(there, capsys):
+    (there / "runs/s2/dense/rate-1-seed-1.log").write_text("")
+    (there / "runs/s2/dense/rate-1-seed-2.log").unlink()
+    report.write(there, TABLE)
+    assert len((there / "runs.jsonl").read_text().splitlines()) == 2
+    said = capsys.readouterr().err
+    assert all(f"left out of runs.jsonl: {there}/runs/s2/dense/rate-1-seed-{seed}" in said for seed in (1, 2))
 
 
 def test_the_published_runs_are_those_that_the_study_would_train(tmp_path):
     given = [str(tmp_path), "--data-dir", str(tmp_path / "data"), "--data-mix", "docstrings=4", "prose=1", "code=5"]
     plan = comparison.Comparison(study.parse_arguments([*given, "--sizes", *(size.name for size in TABLE.sizes)]))
     rows = list(map(json.loads, (Path(study.__file__).parent / "study_runs.jsonl").read_text().splitlines()))
-    assert rows and len({row["reads"] for row in rows}) == 1
+    assert rows and len({row["tokens"] for row in rows}) == 1
     for row in rows:
         run = recorded.run_named(plan, row["run"])
         assert row["flags"] == recorded.digest(" ".join(run.arguments)), row["run"]
