@@ -83,29 +83,24 @@ def torch_differentiate(logits, labels, partition, group, z_loss, count):
     undefined afterwards.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses, logsumexp = softmax_and_losses(z, labels, partition, group)
-    if count is not None:
-        if z_loss:
-            z *= (1 + 2 * z_loss * logsumexp).unsqueeze(-1)
-        subtract_labels(z, labels, partition)
-        logits.copy_(z.div_(count))
-    return losses, logsumexp
-
-
-def softmax_and_losses(z, labels, partition, group):
-    """Return losses and logsumexp, [tokens], and overwrite the logits ``z`` [tokens, vocab/tp] by their softmax."""
     maximum = z.amax(-1, keepdim=True)
     all_reduce(maximum, dist.ReduceOp.MAX, group)
     z -= maximum
     column, here = partition.locate(labels)
-    label_logit = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
+    column = column.unsqueeze(-1)
+    label_logit = z.gather(-1, column).squeeze(-1).masked_fill(~here, 0)
     total = z.exp_().sum(-1)
     sums = torch.stack((total, label_logit))
     all_reduce(sums, dist.ReduceOp.SUM, group)
     total, label_logit = sums
-    z /= total.unsqueeze(-1)
-    losses = (total.log() - label_logit).masked_fill(labels == IGNORED, 0)
-    return losses, total.log() + maximum.squeeze(-1)
+    ignored = labels == IGNORED
+    losses = (total.log() - label_logit).masked_fill(ignored, 0)
+    logsumexp = total.log() + maximum.squeeze(-1)
+    if count is not None:  # softmax, z-loss, mean and ignored labels in one pass over the logits
+        z *= ((1 + 2 * z_loss * logsumexp) / (count * total)).masked_fill(ignored, 0).unsqueeze(-1)
+        z.scatter_add_(-1, column, -here.to(z.dtype).unsqueeze(-1) / count)
+        logits.copy_(z)
+    return losses, logsumexp
 
 
 def most_likely(z, partition, group):
@@ -116,13 +111,6 @@ def most_likely(z, partition, group):
     ids[values < largest] = partition.size
     all_reduce(ids, dist.ReduceOp.MIN, group)
     return ids
-
-
-def subtract_labels(softmax, labels, partition):
-    """Turn the softmax into the gradient of the losses in place: softmax - [j = label]; 0 for ignored labels."""
-    column, here = partition.locate(labels)
-    softmax.scatter_add_(-1, column.unsqueeze(-1), -here.to(softmax.dtype).unsqueeze(-1))
-    softmax.masked_fill_((labels == IGNORED).unsqueeze(-1), 0)
 
 
 def all_reduce(tensor, operation, group):
