@@ -84,8 +84,9 @@ def main(options):
     sparse, ratios, elements = "triton" if device.type == "cuda" else "cpu_sparse", {}, []
     for level, shape, active, length in product(options.levels, options.shapes, options.active, options.lengths):
         batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
-        documents = make_documents(options.documents, length, batch, device)
-        documents = apply_window(documents, options.window, torch.empty(length, batch, device=device), masked=True)
+        documents = make_documents(options.documents, length, batch, device, dtype)
+        tokens = torch.empty(length, batch, device=device, dtype=dtype)
+        documents = apply_window(documents, options.window, tokens, masked=True)
         contestants = core if level == "core" else layer
         functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
         first = list(bases(documents, dtype)) if device.type == "cuda" else ["dense"]
@@ -104,14 +105,14 @@ def main(options):
         print(f"written to {measured.FILE}")
 
 
-def make_documents(mean, length, batch, device):
+def make_documents(mean, length, batch, device, dtype):
     """``AttentionMask`` of documents that end after each token with a probability of 1 / mean."""
     if mean is None:
         return None
     token = torch.arange(length)
     begins = torch.rand(batch, length, generator=torch.Generator().manual_seed(0)) < 1 / mean
     positions = token - torch.where(begins, token, 0).cummax(1).values
-    return document_bounds(positions.to(device), True)
+    return document_bounds(positions.to(device), dtype)
 
 
 def describe(device, dtype):

@@ -84,7 +84,7 @@ def errors(shape, device, dtype, length=1000, of_documents=None):
     heads of our kernels repeat bit for bit. of_documents: their length; None: one document."""
     tensors, upstream, selected = make(shape, length, device, dtype)
     num_shared = shape[1] // 4
-    documents = of_documents and document_bounds(torch.arange(length, device=device)[None] % of_documents, True)
+    documents = of_documents and document_bounds(torch.arange(length, device=device)[None] % of_documents, dtype)
 
     def dense(*tensors):
         return gated_attention(*tensors, selected, num_shared, documents)

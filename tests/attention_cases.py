@@ -126,7 +126,7 @@ def make_mask(lengths, length, batch, masked=False, window=0):
         for sequence in range(batch):
             row = [place for document in lengths[sequence % len(lengths)] for place in range(document)]
             rows.append(row[:length])
-        documents = document_bounds(torch.tensor(rows), masked)
+        documents = document_bounds(torch.tensor(rows), torch.float32 if masked else None)
     return apply_window(documents, window, torch.empty(length, batch), masked)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moh_lm.kernels.core_attention import CoreAttention
-from moh_lm.kernels.masks import AttentionMask, document_mask
+from moh_lm.kernels.masks import AttentionMask, apply_window, visible_keys
 from moh_lm.parallel.layers import make_parameter
 
 
@@ -32,7 +32,7 @@ class CoPECore(CoreAttention):
     def visible(self, query, key, mask):
         """See ``CoreAttention``. The mask is what is added to the scores."""
         (positions,) = self.positions
-        return positions.added_to(query, key, super().visible(query, key, mask))
+        return positions.added_to(query, key, apply_window(mask, self.window, query, masked=False))
 
     def added_to_cache(self, query, keys, lengths):
         (positions,) = self.positions
@@ -67,7 +67,7 @@ class ContextualPositions(nn.Module):
         """Return ``seen``, ``AttentionMask`` or None, with the values for the scores as its mask. query: [s, b, h, e],
         key: [s, b, k, e]."""
         seen = seen or AttentionMask(query.new_zeros(1, len(query)), None, None)
-        visible = document_mask(seen.starts) if seen.mask is None else seen.mask
+        visible = visible_keys(seen.starts)
         return seen._replace(mask=self(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), visible))
 
     def added_to_cache(self, query, keys, lengths):

@@ -72,11 +72,10 @@ def entropy_sums(query, key, seen):
     """
     wide, total = torch.promote_types(query.dtype, torch.float32), query.new_zeros((), dtype=torch.float64)
     seen = seen or AttentionMask(query.new_zeros(1, len(query)), None, None)
-    masks = document_mask(seen.starts) if seen.mask is None else seen.mask
+    masks = document_mask(seen.starts, wide) if seen.mask is None else seen.mask
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     for row in range(query.shape[1]):
         mask = masks[row % len(masks)]
         scores = torch.einsum("qhe,khe->hqk", query[:, row].to(wide), key[:, row].to(wide)) / query.shape[3] ** 0.5
-        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
-        total += torch.special.entr(scores.softmax(-1)).sum(dtype=torch.float64)
+        total += torch.special.entr((scores + mask).softmax(-1)).sum(dtype=torch.float64)
     return torch.stack((total, torch.full_like(total, query[..., 0].numel())))

@@ -112,7 +112,8 @@ def dense_heads(query, key, value, gates=None, mask=None, causal=True, own=None)
         # features of zero change no score
         query, key, value = (F.pad(part, (0, CPU_WIDTH - part.shape[-1])) for part in (query, key, value))
     if mask is not None:
-        scores_mask = document_mask(mask.starts) if mask.mask is None else mask.mask
+        made = document_mask(mask.starts, query.dtype) if mask.mask is None else mask.mask
+        scores_mask = made.to(query.dtype)  # a comparison computes in another one
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1 and query.is_cuda and (scores_mask is not None or query.dtype == torch.float32):
         # only cuDNN's fused kernel accepts such masks with shared keys; others would hold all scores in memory

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from moh_lm.kernels.masks import document_bounds
+from moh_lm.kernels.masks import document_bounds, document_mask
 
 
 class RouterInputs(NamedTuple):
@@ -33,9 +33,8 @@ class RouterInputs(NamedTuple):
 class BatchContext:
     """The context of the current micro-batch, shared by the layers of a stage.
 
-    mask: ``AttentionMask`` of the documents, or None. positions: int64 [b, s], the position of each token in its
-    document, or None. samples: see ``RouterInputs``. makes_masks: whether any layer computes attention densely, so that
-    one mask [s, s] is made for all layers.
+    positions: int64 [b, s], the position of each token in its document, or None. samples: see ``RouterInputs``.
+    makes_masks: whether any layer computes attention densely, so that one mask [s, s] is made for all layers.
     """
 
     def __init__(self, makes_masks=True):
@@ -63,7 +62,13 @@ class BatchContext:
         self.mask = self.positions = None
         if positions is not None:
             self.positions = positions.to(device, non_blocking=True)
-            self.mask = document_bounds(self.positions, self.makes_masks)
+            self.mask = document_bounds(self.positions)
+
+    def documents(self, dtype):
+        """Return the ``AttentionMask`` of the documents, or None. dtype: of the scores."""
+        if self.makes_masks and self.mask is not None and self.mask.mask is None:
+            self.mask = self.mask._replace(mask=document_mask(self.mask.starts, dtype))
+        return self.mask
 
     def begin(self, dense_warmup, micro_batches=1):
         """Set whether the coming steps belong to the dense warm-up, and how many micro-batches each of them has."""

@@ -71,7 +71,7 @@ class DecoderLayer(RoutedBlock):
             self.post_feedforward_layernorm = RMSNorm(d, eps, group)
 
     def forward(self, x):
-        return super().forward(x, self.batch.mask)
+        return super().forward(x, self.batch.documents(x.dtype))
 
     def router(self):
         return self.self_attn.router

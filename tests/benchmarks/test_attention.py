@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("contestants", [attention.core, attention.layer])
 @pytest.mark.parametrize("mean", [None, 7])
 def test_contestants_with_the_same_keys_compute_the_same(contestants, mean):
-    documents = attention.make_documents(mean, 24, 2, CPU)
+    documents = attention.make_documents(mean, 24, 2, CPU, torch.float32)
     found = {}
     for name, (function, inputs) in contestants(SHAPE, 50, 24, 2, CPU, torch.float32, documents).items():
         output = function(*inputs)

@@ -31,7 +31,7 @@ def test_documents_windows_and_a_warm_up_are_those_of_dense_heads(window, warmin
     for backend in ("dense", "groups"):
         layer = vivid_layer(make_config(**IN_GROUPS["in groups"] | {"window": window}), backend)
         leaf = x.clone().requires_grad_()
-        output, _ = layer(leaf, RouterInputs(dense_warmup=warming_up), document_bounds(positions, True))
+        output, _ = layer(leaf, RouterInputs(dense_warmup=warming_up), document_bounds(positions, torch.double))
         (output * upstream).sum().backward()
         results.append([output, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
     for dense, grouped in zip(*results, strict=True):

@@ -16,13 +16,13 @@ from tests.training.runs import arguments, events, losses, rows, run
 
 
 def test_what_a_window_shows_is_counted_by_hand():
-    documents = document_bounds(torch.tensor([[0, 1, 2, 3, 0, 1]]), False)
+    documents = document_bounds(torch.tensor([[0, 1, 2, 3, 0, 1]]))
     x = torch.empty(6, 1)
     starts, ends, _ = apply_window(documents, 3, x, False)
     assert (starts.tolist(), ends.tolist()) == ([[0, 0, 0, 1, 4, 4]], [[3, 4, 4, 4, 6, 6]])
     starts, ends, mask = apply_window(None, 2, x, True)
     assert (starts.tolist(), ends.tolist()) == ([[0, 0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6, 6]])
-    assert mask[0, 0].sum(-1).tolist() == [1, 2, 2, 2, 2, 2]
+    assert (mask[0, 0] == 0).sum(-1).tolist() == [1, 2, 2, 2, 2, 2]
     assert apply_window(documents, 6, x, True) is documents and apply_window(None, 0, x, True) is None
     for window in (1, 3, 6, 99):
         seen = [min(t + 0.5, window) if t + 1 <= window else window for t in range(6)]  # half of the last key
@@ -32,20 +32,41 @@ def test_what_a_window_shows_is_counted_by_hand():
 
 def test_the_mask_of_the_first_tokens_is_that_of_a_shorter_sequence():
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [3, 4, 0, 1, 2, 3, 4]])
-    cut, shorter = document_bounds(positions, True).first(5), document_bounds(positions[:, :5], True)
-    assert all(torch.equal(*pair) for pair in zip(cut, shorter, strict=True))
+    whole, shorter = (document_bounds(rows, torch.half) for rows in (positions, positions[:, :5]))
+    assert all(torch.equal(*pair) for pair in zip(whole.first(5), shorter, strict=True))
 
 
 def test_bounds_of_documents_are_counted_by_hand():
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [7, 8, 0, 1, 2, 3]])  # the second window begins inside a document
-    starts, ends, mask = document_bounds(positions, True)
+    starts, ends, mask = document_bounds(positions, torch.bfloat16)
     assert starts.tolist() == [[0, 0, 0, 3, 4, 4], [0, 0, 2, 2, 2, 2]]
     assert ends.tolist() == [[3, 3, 3, 4, 6, 6], [2, 2, 6, 6, 6, 6]]
-    assert mask[0, 0].int().tolist() == [
+    assert mask.dtype == torch.bfloat16 and mask[1, 0, 5].tolist() == [-torch.inf] * 2 + [0] * 4
+    assert (mask[0, 0] == 0).int().tolist() == [
         [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
         [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1],
     ]  # fmt: skip
-    assert document_bounds(positions, False).mask is None
+    assert document_bounds(positions).mask is None
+
+
+def kept_masks(window, positions=None):
+    """The masks [s, s] that attention keeps for the backward pass in a dense model of two layers."""
+    model, kept = model_of(HEADS["all"], "dense", window), {}
+
+    def note(tensor):
+        if tensor.shape[-2:] == (48, 48):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.randint(50, (2, 49), generator=torch.Generator().manual_seed(1))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss_and_gradients(model, tokens, positions)
+    return len(kept)
+
+
+def test_all_layers_keep_one_mask():
+    positions = torch.arange(48).repeat(2, 1) % 20
+    assert [kept_masks((), positions), kept_masks((5, 5)), kept_masks((5, 7)), kept_masks(())] == [1, 1, 2, 0]
 
 
 LENGTHS = (5, 1, 7, 3)  # of the documents in one window

@@ -76,9 +76,9 @@ class Heads(NamedTuple):
         query, key = (part.to(wide(part)).transpose(0, 1) for part in (query, key))  # [b, s, e]
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-        if self.seen is not None and self.seen.mask.is_floating_point():  # values to add to scores, head by head
-            return (scores + self.seen.mask[:, head]).softmax(-1)
-        hidden = hidden if self.seen is None else ~self.seen.mask[:, 0]
+        if self.seen is not None:
+            added = self.seen.mask[:, head % self.seen.mask.shape[1]]  # of all heads, or head by head
+            scores, hidden = scores + added, added == -torch.inf
         if self.own_keys:
             others = ~self.used[:, :, head].t().unsqueeze(1)  # [b, 1, s]; a token sees itself
             hidden = hidden | others & ~torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
