@@ -117,7 +117,8 @@ def check_first_positions():
         scale = 1 + 0.01 * (torch.arange(12) == position)
         return TRITON._replace(heads=lambda *given: TRITON.heads(*given) * scale[:, None, None, None])
 
-    for mask, window in ((None, 0), (document_bounds(torch.arange(12).repeat(2, 1) % 5), 3)):
+    documents = document_bounds(torch.arange(12).repeat(2, 1) % 5, torch.bfloat16)
+    for mask, window in ((None, 0), (documents, 0), (documents, 3)):
         for position, is_right in ((12, True), (8, True), (6, False)):
             core = core_attention.CoreAttention(wrong_at(position), window)
             assert (core.compare(query, key, value, gates, selected, mask).excess <= 1) == is_right
