@@ -136,9 +136,11 @@ def model_of_run(directory, config_type=Config):
 
 
 def save_config(given, path):
-    """Write the given flags to a file for ``--config``. Raises ConfigError."""
+    """Write the given flags, and what scripts and presets add on a GPU, to a file for ``--config``. Raises
+    ConfigError."""
     values = {"preset": given.preset} if given.preset else {}
-    values |= {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
+    given_values = {**of_device(given), **given.values}  # a file has no script by which to know its device's settings
+    values |= {name: dict(value) if name in MIXES else value for name, value in given_values.items()}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     try:
         Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -263,7 +265,7 @@ def read_value(entry, texts):
     """Return the value of a field from the texts after its flag. Raises a ValueError that says what is allowed."""
     parse = value_parser(entry)
     values = tuple(map(parse, texts)) if is_list(entry) else (parse(texts),)
-    if entry.name != "seed" and any(isinstance(value, int) and value >= 2**63 for value in values):
+    if any(isinstance(value, int) and value >= 2**63 for value in values):
         raise ValueError("must be below 2^63")
     if is_list(entry):
         return values

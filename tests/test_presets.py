@@ -7,11 +7,12 @@ import torch
 
 from moh_lm import flags
 from moh_lm.checks import config_problems
+from moh_lm.checks.model import model_problems
 from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
-from moh_lm.flags import parse_config
+from moh_lm.flags import make_parser, parse_config, parse_flags, save_config
 from moh_lm.model.initial_gates import gates_of_one
 
 
@@ -33,6 +34,14 @@ def test_a_width_that_a_preset_cannot_cut_is_refused():
     assert (model.num_attention_heads, model.head_dim) == (4, 14)
 
 
+@pytest.mark.parametrize("flags", ["30M --num-key-value-heads 2 --routing-unit key_value_group",
+                                   "10M --num-key-value-heads 5 --routing-unit head_in_group"])  # fmt: skip
+def test_groups_beside_a_preset_have_the_budget_of_groups(flags):
+    size, *more = flags.split()
+    config = parse_config(["--preset", size, *more, "--data-dir", "data", "--checkpoint-dir", "run"])[0]
+    assert not model_problems(config.model)
+
+
 def test_flags_beside_a_preset_win_and_the_rest_follows():
     config = parse_config("--hidden-size 256 --preset 10M --train-iters 100 --learning-rate 1e-2".split())[0]
     model, optimizer = config.model, config.optimizer
@@ -51,6 +60,14 @@ def test_scripts_and_presets_compile_where_there_is_a_gpu(monkeypatch):
     assert compiles("--preset 1M") and compiles("--hidden-size 96 --script launch/pretrain_llm_s.sh")
     for others in ("--hidden-size 96", "--preset 1M --compile false", "--preset 1M --window-strategy entropy"):
         assert not compiles(others)
+
+
+def test_a_file_of_flags_compiles_like_the_script_it_was_saved_from(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    path = tmp_path / "run.yaml"
+    for more in ([], ["--compile", "false"]):
+        save_config(parse_flags(make_parser(), ["--script", "launch/pretrain_llm_s.sh", *more]), path)
+        assert parse_config(["--config", str(path)])[0].run.compile == (not more)
 
 
 @pytest.fixture

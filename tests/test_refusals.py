@@ -109,7 +109,10 @@ REFUSALS = {  # flags: what the one line has to name
     "--schedule wsd --warmup-iters 0 --decay-mix books=0": ("--decay-mix books=0", "weight above 0"),
     "--validation-fraction 1": ("--validation-fraction 1", "below 1"),
     "--train-iters 0": ("--train-iters 0", "at least 1"),
-    "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
+    "--train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
+    "--seed 9223372036854775808": ("--seed 922", "below 2^63"),  # no config.json may have it
+    "--train-iters 10000000000000": ("--train-iters 1000", "tokens, and must read less than 2^63"),
+    "--train-iters 5 --profile 6:7": ("--profile 6:7", "begins after the run's 5 iterations"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
     "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
     "--devices 64": ("--devices 64: needs --dry-run",),

@@ -100,7 +100,7 @@ def rank_layouts(config, machine):
 def legal_variants(config, machine):
     """Yield ``config`` in every layout that the trainer accepts on the machine's GPUs."""
     from moh_lm.checks.layout import layout_problems
-    from moh_lm.checks.run import frozen_problems, split_problems
+    from moh_lm.checks.run import frozen_problems, graph_problems, projection_problems, split_problems
 
     gpus = machine.gpus
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -114,7 +114,8 @@ def legal_variants(config, machine):
                 parallel = replace(spread.parallel, zero_stage=zero)
                 run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
                 variant = replace(spread, parallel=parallel, run=run)
-                if not layout_problems(variant, gpus):
+                refused = projection_problems(variant) or graph_problems(variant, on_gpu=True)
+                if not refused and not layout_problems(variant, gpus):
                     yield variant
 
 

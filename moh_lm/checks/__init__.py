@@ -32,6 +32,7 @@ def config_problems(config, world_size, on_gpu=None):
         *run.run_problems(config.run),
         *run.backend_problems(config, on_gpu),
         *run.warmup_problems(config),
+        *run.projection_problems(config),
         *run.kernel_problems(config, on_gpu),
         *run.graph_problems(config, on_gpu),
         *run.window_problems(config),

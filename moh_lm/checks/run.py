@@ -130,6 +130,8 @@ def run_problems(run):
             found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
     elif run.train_iters < 1:
         found.append(f"--train-iters {run.train_iters}: must be at least 1")
+    elif run.train_tokens >= 2**63:
+        found.append(f"--train-iters {run.train_iters}: reads {run.train_tokens} tokens, and must read less than 2^63")
     return found
 
 
@@ -154,15 +156,22 @@ def profile_problems(run):
         sound = False
     if not sound:
         return [f"--profile {run.profile}: write the first and the last step as FROM:TO, such as 10:12"]
+    if run.profile and run.train_iters and run.profiled_steps[0] > run.train_iters:
+        return [f"--profile {run.profile}: begins after the run's {run.train_iters} iterations; choose earlier steps"]
     if run.profile_memory and not run.profile:
         return ["--profile-memory: is a part of a profile; give --profile FROM:TO too, such as 10:12"]
     return []
 
 
-def kernel_problems(config, on_gpu):
-    """Check that the requested kernels and products can compute this run on this machine."""
+def projection_problems(config):
+    """Check that a rank holds the weights of its joined projections."""
     if config.run.fused_projections and config.parallel.zero_stage == 3:
         return ["--fused-projections: --zero-stage 3 gathers the weights one by one; choose 2, or leave the flag out"]
+    return []
+
+
+def kernel_problems(config, on_gpu):
+    """Check that the requested kernels can compute this run on this machine."""
     asked = [name for name in ("fused_loss", "fused_router") if getattr(config.run, name)]
     if asked and importlib.util.find_spec("triton") is None:
         return [f"{flag(asked[0])}: the package triton is not installed; install it, or leave the flag out"]

@@ -49,7 +49,7 @@ def preset(size, given):
         choose("head_dim", d // max(1, *heads))
     if values.get("attention") == "latent":
         choose("kv_lora_rank", max(1, d // 2))
-    if "head_budget" not in given:
+    if "head_budget" not in given and values.get("routing_unit", "head") == "head":  # else as without a preset
         choose("num_shared_heads", tuple(n // 2 for n in heads))
         choose("num_active_routed_heads", tuple(max(1, round(n / 4)) for n in heads))
     choose("vocab_size", 2 ** round(math.log2(4096 * scale**0.43)))

@@ -138,7 +138,7 @@ def count_cuts(starts, rows, length):
     for number, row in enumerate(pack(starts, rows, length)):
         row_of |= {piece.first: number for piece in row}
     places, documents, cut, cut_by_windows, apart = sorted(row_of), 0, 0, 0, 0
-    for begin, end in zip(starts, [*starts[1:], total + 1], strict=True):
+    for begin, end in zip(starts, [*starts[1:], total + 1], strict=False):  # no document may begin in a block
         stop = min(end, total)
         if begin == total or stop - begin > length:
             continue

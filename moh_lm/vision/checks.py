@@ -102,6 +102,8 @@ def dit_problems(model):
         found += below(model, 1, "head_dim")
     if not 0 < model.mlp_ratio < math.inf:
         found.append(f"--mlp-ratio {model.mlp_ratio:g}: must be above 0, such as 4")
+    elif int(model.hidden_size * model.mlp_ratio) < 1:
+        found.append(f"--mlp-ratio {model.mlp_ratio:g}: leaves no feature of --hidden-size {model.hidden_size}; give 4")
     if model.input_size % model.patch_size:
         found.append(f"--input-size {model.input_size}: must be a multiple of --patch-size {model.patch_size}")
     if model.hidden_size < 4 or model.hidden_size % 4:

@@ -358,6 +358,7 @@ BLOCKS_AND_BUDGET = """--num-layers 8 --hidden-size 512 --num-attention-heads 16
         (f"{LLAMA3_8B} --num-layers 8", 16, {1, 2, 4, 16}),
         (FEWER_HEADS_ABOVE, 4, {1}),
         (BLOCKS_AND_BUDGET, 8, {1, 2, 4}),
+        ("--preset 1M --fused-projections", 4, {1, 2}),
     ],
 )  # fmt: skip
 def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, tensor, capsys):
@@ -374,6 +375,12 @@ def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, tensor, capsys):
         keys = (*degrees, "zero_stage", "micro_batch_size", "recompute")
         assert config_problems(parse(text, *flags_of(plan, keys)), gpus) == []
         assert plan["memory_gib"] == pytest.approx(sum(plan["memory_gib_by_part"].values()))
+
+
+def test_no_layout_is_ranked_that_a_graph_rules_out():
+    machine = planner.parse_arguments("--gpus 4 --preset 1M --cuda-graph".split())
+    plans = planner.rank_layouts(machine.config, machine)
+    assert {(plan["pipeline_parallel_size"], plan["zero_stage"]) for plan in plans} == {(1, 1), (1, 2)}
 
 
 FIRST_OF_LLM_B = ("--gpus", "16", *LLM_B.split(), "--num-shared-heads", "8")

@@ -153,7 +153,7 @@ def test_only_gates_with_two_stages_speak_of_them(config, routing, two_stages, t
 
 
 @pytest.mark.parametrize("config, scale", [(DIT, 1.0), (DIT, 3.0), (LATENT, 3.0)])
-def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path):
+def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path, monkeypatch):
     model, more = make_run(tmp_path / "run", config), []
     if config is LATENT:
         vae = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,), scaling_factor=0.5).eval()
@@ -175,6 +175,9 @@ def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path)
     found = pipeline([3, 1, 0], scale, 12, torch.Generator().manual_seed(4), output_type="np").images
     assert expected.std() > 0.05
     np.testing.assert_allclose(found, expected, atol=1e-4)
+    monkeypatch.setattr(type(pipeline.scheduler), "previous_timestep", lambda self, step: step - 40 // 12)  # of 0.31
+    with pytest.raises(ValueError, match="skips other steps than it lists; update it to 0.32 or newer"):
+        pipeline([3, 1, 0], scale, 12)
 
 
 def test_an_index_of_files_outside_of_the_autoencoder_is_refused(tmp_path, capsys):

@@ -204,6 +204,7 @@ WRONG = {
     "dit --patch-size 0": "--patch-size 0: must be 1 or above",
     "dit --head-dim 0": "--head-dim 0: must be 1 or above",
     "dit --mlp-ratio nan": "--mlp-ratio nan: must be above 0, such as 4",
+    "dit --mlp-ratio 1e-9": "--mlp-ratio 1e-09: leaves no feature of --hidden-size",
     "vit --router-z-loss -1": "--router-z-loss -1: must be 0 or above",
     "vit --routing sigmoid --router-z-loss 1": "--router-z-loss 1: --routing sigmoid has gates that this loss would",
     "vit --routing paper --dense-warmup-iters 1": "--dense-warmup-iters 1: gates of --routing paper begin near",

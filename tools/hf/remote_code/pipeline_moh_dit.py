@@ -42,6 +42,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             shape = len(labels), config.in_channels, config.input_size, config.input_size
             latents = randn_tensor(shape, generator=generator, device=device)
         self.scheduler.set_timesteps(num_inference_steps, device=device)
+        self.check_order()
         for step in self.progress_bar(self.scheduler.timesteps):
             output = self.predict(latents, step, labels, guidance_scale)
             latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
@@ -52,6 +53,14 @@ class MoHDiTPipeline(DiffusionPipeline):
             latents = self.vae.decode(latents.to(self.vae.dtype)).sample
         images = (latents.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
         return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)
+
+    def check_order(self):
+        """Raise ValueError if the scheduler takes a step that is not in its list for the next one: the DDPMScheduler
+        of diffusers before 0.32 does so, and then draws other images."""
+        following, steps = getattr(self.scheduler, "previous_timestep", None), self.scheduler.timesteps.tolist()
+        if following and [int(following(step)) for step in steps[:-1]] != steps[1:]:
+            text = "the scheduler of this diffusers skips other steps than it lists"
+            raise ValueError(f"{text}; update it to 0.32 or newer")
 
     def predict(self, latents, step, labels, guidance_scale):
         """Return noise and range [b, 2c, H, W], with guidance."""
