@@ -79,11 +79,14 @@ class DiffusionEvaluation(Evaluation):
         share = -(-run.samples // dist.get_world_size())
         mine = torch.arange(share) + dist.get_rank() * share
         classes = (mine % self.config.model.num_classes).to(engine.device)
+        settings = run.seed, run.sampling_steps, run.cfg_scale, self.progress
         engine.engine.eval()
         with engine.optimizer.averaged():
-            images = engine.model.draw(
-                classes, mine.tolist(), run.seed, run.sampling_steps, run.cfg_scale, self.progress
-            )
+            drawn = [
+                engine.model.draw(classes[part], mine[part].tolist(), *settings)
+                for part in torch.arange(share).split(run.micro_batch_size)  # which fit in memory
+            ]
+        images = torch.cat(drawn)
         parts = [torch.empty_like(images) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, images.contiguous())
         return torch.cat(parts)[: run.samples].cpu()

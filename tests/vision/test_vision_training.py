@@ -297,7 +297,7 @@ def evaluated(kind, flags):
     return "".join(events)
 
 
-@pytest.mark.parametrize("kind, passes", [("vit", 2), ("dit", 2 + 3)])  # 3 images, 2 at once; 3 steps of drawing
+@pytest.mark.parametrize("kind, passes", [("vit", 2), ("dit", 2 + 2 * 3)])  # of 3 images, 2 at once; 3 steps of drawing
 def test_an_evaluation_reports_progress_after_every_pass(images, tmp_path, kind, passes):
     (events,) = run_ranks(evaluated, 1, kind, arguments(kind, images, tmp_path / "run"))
     assert "mm" not in events and events.count("m") == passes
