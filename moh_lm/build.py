@@ -83,14 +83,16 @@ class Settings(NamedTuple):
             return FusedRouter
         return HeadRouter
 
-    def batch_context(self):
-        return BatchContext(makes_masks=any(name in self.backends for name in ("dense", "groups")))
+    def batch_context(self, config):
+        """Return the ``BatchContext`` of a ``ModelConfig``. Layers with a window or with CoPE make their own masks."""
+        whole = [layer for layer, window in enumerate(config.window) if not window and config.position[layer] != "cope"]
+        return BatchContext(makes_masks=any(self.backend(layer) in ("dense", "groups") for layer in whole))
 
 
 def build_model(config, **settings):
     """Return the ``CausalLM`` of a ``ModelConfig``, with weights not yet drawn. settings: see ``Settings``."""
     settings = Settings(**settings)
-    batch = settings.batch_context()
+    batch = settings.batch_context(config)
     layers = decoder_layers(config, batch, settings)
     return CausalLM(config, batch, layers, settings.loss(), settings.group, settings.context)
 

@@ -136,14 +136,14 @@ def model_of_run(directory, config_type=Config):
 
 
 def save_config(given, path):
-    """Write the given flags, and what scripts and presets add on a GPU, to a file for ``--config``. Raises
-    ConfigError."""
+    """Write the given flags to a file for ``--config``, and what a launch script would add. Raises ConfigError."""
     values = {"preset": given.preset} if given.preset else {}
-    given_values = {**of_device(given), **given.values}  # a file has no script by which to know its device's settings
-    values |= {name: dict(value) if name in MIXES else value for name, value in given_values.items()}
+    values |= {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    script = given.script if "compile" not in given.values else None
+    note = f"# On a GPU {script} adds --compile. With this file, give it yourself.\n" if script else ""
     try:
-        Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        Path(path).write_text(note + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"--save-config {path}: cannot be written ({error.strerror}); give another file"]) from error
 

@@ -76,10 +76,10 @@ def parse_arguments(texts):
 def run(machine):
     from moh_lm.checks.model import model_problems
     from moh_lm.checks.ranges import below
-    from moh_lm.checks.run import optimizer_problems
+    from moh_lm.checks.run import optimizer_problems, window_problems
 
     config = machine.config
-    problems = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
+    problems = [*model_problems(config.model), *optimizer_problems(config.optimizer), *window_problems(config)]
     problems += below(config.run, 1, "seq_length")
     raise_any(problems)
     show = show_json if machine.json else show_table
@@ -89,10 +89,12 @@ def run(machine):
 def rank_layouts(config, machine):
     """Return plans of all legal layouts: those that fit first, then by speed. Raises ConfigError if there is none."""
     from moh_lm.checks.layout import layout_problems
+    from moh_lm.checks.run import graph_problems
 
     plans = [make_plan(variant, machine) for variant in legal_variants(config, machine)]
     if not plans:
-        problems = layout_problems(config, machine.gpus) or ["no layout is legal for this batch and these heads"]
+        problems = layout_problems(config, machine.gpus) or graph_problems(config, on_gpu=True)
+        problems = problems or ["no layout is legal for this batch and these heads"]
         raise ConfigError([f"{machine.gpus} GPUs: {problem}" for problem in problems])
     return sorted(plans, key=lambda plan: (not plan["fits"], plan["seconds_per_step"], plan["memory_gib"]))
 

@@ -34,7 +34,7 @@ class BatchContext:
     """The context of the current micro-batch, shared by the layers of a stage.
 
     positions: int64 [b, s], the position of each token in its document, or None. samples: see ``RouterInputs``.
-    makes_masks: whether any layer computes attention densely, so that one mask [s, s] is made for all layers.
+    makes_masks: whether dense layers see whole documents, so that one mask [s, s] is made for all of them.
     """
 
     def __init__(self, makes_masks=True):

@@ -113,8 +113,8 @@ def budget_problems(config, saved, before):
         return []  # it was given as --train-iters
     needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
     return [
-        f"--train-tokens {run.train_tokens}, like --train-iters {run.train_iters}, would end as if all {read} tokens "
-        f"so far had --seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
+        f"--train-tokens {run.train_tokens} means --train-iters {run.train_iters} here, which counts all {read} tokens "
+        f"so far with --seq-length {run.seq_length}; give --train-iters {needed} to read the rest"
     ]
 
 

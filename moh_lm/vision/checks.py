@@ -100,9 +100,9 @@ def dit_problems(model):
         found.append(f"--num-attention-heads: give one number, or one for each of the {model.num_layers} layers")
     else:
         found += below(model, 1, "head_dim")
-    if not 0 < model.mlp_ratio < math.inf:
+    if not 0 < model.hidden_size * model.mlp_ratio < math.inf:
         found.append(f"--mlp-ratio {model.mlp_ratio:g}: must be above 0, such as 4")
-    elif int(model.hidden_size * model.mlp_ratio) < 1:
+    elif model.hidden_size * model.mlp_ratio < 1:
         found.append(f"--mlp-ratio {model.mlp_ratio:g}: leaves no feature of --hidden-size {model.hidden_size}; give 4")
     if model.input_size % model.patch_size:
         found.append(f"--input-size {model.input_size}: must be a multiple of --patch-size {model.patch_size}")

@@ -84,7 +84,7 @@ class DiffusionEvaluation(Evaluation):
         with engine.optimizer.averaged():
             drawn = [
                 engine.model.draw(classes[part], mine[part].tolist(), *settings)
-                for part in torch.arange(share).split(run.micro_batch_size)  # which fit in memory
+                for part in torch.arange(share).split(run.micro_batch_size)  # as many at once as in training
             ]
         images = torch.cat(drawn)
         parts = [torch.empty_like(images) for _ in range(dist.get_world_size())]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh_lm.checks.run import schedule_problems
+from moh_lm.checks.run import profile_problems, schedule_problems
 from moh_lm.config import raise_any
 from moh_lm.cost.flops import BACKWARD
 from moh_lm.cost.summary import describe_layout
@@ -34,7 +34,7 @@ def open_data(config, problems, dry_run):
     if config.run.train_iters is None:
         iterations = max(1, math.ceil(config.run.epochs * images.num_images / config.run.batch_size))
         config = replace(config, run=replace(config.run, train_iters=iterations))
-        raise_any(schedule_problems(config))
+        raise_any([*schedule_problems(config), *profile_problems(config.run)])
     return config, images
 
 

@@ -140,7 +140,7 @@ POSITIONS = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
 
 
 def test_compiled_and_recomputed_layers_have_one_graph(interpreter):
-    assert interpreter(check_layers, "paper", None, True) == 1
+    assert interpreter(check_layers, "query_norm", POSITIONS, True) == 1
 
 
 @pytest.mark.parametrize("routing, positions", [("paper", POSITIONS), ("query_norm", None)])

@@ -166,7 +166,7 @@ def test_a_token_budget_does_not_end_early_after_a_new_length(length, budget, st
     now = parsed(length, budget)
     found = budget_problems(now, saved, parsed(16, "--train-tokens 10240").to_dict())
     assert len(found) == (steps is not None)
-    assert all(text.endswith(f"(--train-iters {steps} reads the rest)") for text in found)
+    assert all(text.endswith(f"; give --train-iters {steps} to read the rest") for text in found)
 
 
 def test_a_run_of_two_lengths_resumes_with_iterations_only():

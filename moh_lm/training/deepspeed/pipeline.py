@@ -68,7 +68,7 @@ class PipelineCausalLM(pipe.PipelineModule):
         """settings: ``Settings``. bounds: first layer of every stage, and the end. groups_shape: [pipeline, data,
         tensor]."""
         pipeline, data, tensor = groups_shape
-        batch, self.bounds = settings.batch_context(), bounds
+        batch, self.bounds = settings.batch_context(config), bounds
         self.layers = layer_list(config, settings, batch)
         with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
             super().__init__(
