@@ -76,11 +76,15 @@ def of_device(given):
     which was measured to be faster (docs/results.md)."""
     import torch  # not above, because --help needs none
 
-    named = given.preset or getattr(given, "script", None)
-    fixed = given.values.get("window_strategy") != "entropy"
     planned = getattr(given, "device_name", None) or getattr(given, "gpus", None)  # of a dry run, of tools/plan.py
     on_gpu = torch.cuda.is_available() or planned
-    return {"compile": True} if given.config_type is Config and named and fixed and on_gpu else {}
+    return {"compile": True} if on_gpu and compiles_on_gpu(given) else {}
+
+
+def compiles_on_gpu(given):
+    """Return whether a launch script or a preset of a language model would compile these flags on a GPU."""
+    named = given.preset or getattr(given, "script", None)
+    return given.config_type is Config and named and given.values.get("window_strategy") != "entropy"
 
 
 def without_replaced(model, given):
@@ -136,12 +140,14 @@ def model_of_run(directory, config_type=Config):
 
 
 def save_config(given, path):
-    """Write the given flags to a file for ``--config``, and what a launch script would add. Raises ConfigError."""
+    """Write the given flags to a file for ``--config``. A comment names what their launch script adds on a GPU. Raises
+    ConfigError."""
     values = {"preset": given.preset} if given.preset else {}
     values |= {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    script = given.script if "compile" not in given.values else None
-    note = f"# On a GPU {script} adds --compile. With this file, give it yourself.\n" if script else ""
+    note = ""
+    if given.script and compiles_on_gpu(given) and "compile" not in given.values:
+        note = f"# On a GPU {given.script} adds --compile. With this file, give it yourself.\n"
     try:
         Path(path).write_text(note + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     except OSError as error:

@@ -65,7 +65,8 @@ def test_scripts_and_presets_compile_where_there_is_a_gpu(monkeypatch):
 def test_a_file_of_flags_says_what_its_script_adds_on_a_gpu(tmp_path):
     path = tmp_path / "run.yaml"
     script = "--script launch/pretrain_llm_s.sh"
-    for given, adds in ((script, True), (f"{script} --compile", False), ("--preset 1M", False)):
+    others = (f"{script} --compile", f"{script} --window-strategy entropy", "--preset 1M")
+    for given, adds in ((script, True), *((other, False) for other in others)):
         save_config(parse_flags(make_parser(), given.split()), path)
         assert ("On a GPU launch/pretrain_llm_s.sh adds --compile" in path.read_text()) == adds
         parse_config(["--config", str(path)])
