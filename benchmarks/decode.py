@@ -168,7 +168,7 @@ def generation(shape, length, batch, device, dtype):
         model = drawn(ModelConfig(**MODELS[shape], heads=heads), device).to(dtype).eval()
         times = {}
         for way in ("calls", "captured")[: 2 if device.type == "cuda" else 1]:
-            steps = generate(model, [[1] * length] * batch, NEW_TOKENS, -1, cuda_graph=way == "captured")
+            steps = generate(model, [[1] * length] * batch, NEW_TOKENS, (), cuda_graph=way == "captured")
             stamps = [time.perf_counter() for _ in steps]  # of tokens that the host has
             times[way] = median(b - a for a, b in itertools.pairwise(stamps))
         columns = "".join(f"  {way} {1e6 * found:9.1f} us" for way, found in times.items())

@@ -106,10 +106,12 @@ def check_lengths(arguments, prompts, limit):
 
 
 def write(arguments, model, tokenizer, prompts):
+    from moh_lm.data.hugging_face_model import ends_of_model
     from moh_lm.data.tokenizer import continuation
     from moh_lm.inference.generate import generate
 
     prompts = [list(map(int, prompt)) for prompt in prompts]
+    ends = {tokenizer.eos_id(), *ends_of_model(arguments.model)}  # of a document, and of a turn in a chat
     stream = len(prompts) == 1 and not arguments.json
     new, shown = [[] for _ in prompts], ""
     if stream:
@@ -119,7 +121,7 @@ def write(arguments, model, tokenizer, prompts):
         arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size(), arguments.attention_backend,
         arguments.cuda_graph,
     )  # fmt: skip
-    for tokens in generate(model, prompts, arguments.max_new_tokens, tokenizer.eos_id(), *settings):
+    for tokens in generate(model, prompts, arguments.max_new_tokens, ends, *settings):
         first = first or time.perf_counter()
         for row, token in enumerate(tokens):
             if token is not None:

@@ -77,13 +77,13 @@ class CapturedStep:
 
 
 def generate(
-    model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0, seed=0, num_pieces=None,
+    model, prompts, max_new_tokens, eos_ids, temperature=0.0, top_p=1.0, seed=0, num_pieces=None,
     attention_backend="auto", cuda_graph=False,
 ):  # fmt: skip
     """Continue ``prompts``, lists of token ids. Yields for each step a list with the new token of each row.
 
-    A row that has ended with ``eos_id`` gives None from then on. The generation ends when all rows have, or after
-    ``max_new_tokens``. Ids from ``num_pieces`` on, rows of the vocabulary without a piece, are never drawn.
+    A row that has ended with one of ``eos_ids`` gives None from then on. The generation ends when all rows have, or
+    after ``max_new_tokens``. Ids from ``num_pieces`` on, rows of the vocabulary without a piece, are never drawn.
     attention_backend: see ``decode_attention``. cuda_graph: whether all steps replay a graph, see ``CapturedStep``.
     """
     device = model.model.embed_tokens.weight.device
@@ -103,7 +103,7 @@ def generate(
     advance = CapturedStep(step, [tokens, *cache.counters()]) if cuda_graph else step
     for count in range(max_new_tokens):
         ids = tokens.tolist()
-        ended |= {row for row, token in enumerate(ids) if token == eos_id}
+        ended |= {row for row, token in enumerate(ids) if token in eos_ids}
         yield [None if row in ended else token for row, token in enumerate(ids)]
         if len(ended) == len(prompts) or count == max_new_tokens - 1:
             return

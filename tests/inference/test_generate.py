@@ -41,7 +41,7 @@ def test_a_text_longer_than_the_table_of_positions_is_refused():
     model = make_model("a table")
     with pytest.raises(ValueError, match="--learned-positions 13"):
         Cache(model, 1, 14)
-    assert len(list(generate(model, [[1] * 13], 1, eos_id=-1))) == 1  # the new token is not read
+    assert len(list(generate(model, [[1] * 13], 1, eos_ids=()))) == 1  # the new token is not read
     with pytest.raises(ValueError, match="a sequence of 14 tokens: the model has --learned-positions 13"):
         model(torch.zeros(1, 14, dtype=torch.long))
 
@@ -81,13 +81,13 @@ def test_a_step_on_a_gpu_waits_for_neither_device_nor_host(name, backend):
 
 def test_greedy_text_is_the_most_likely_token_up_to_the_end(model):
     texts = [list(text) for text in TEXTS]
-    new = list(zip(*generate(model, texts, 4, eos_id=-1), strict=True))
+    new = list(zip(*generate(model, texts, 4, eos_ids=()), strict=True))
     for text, tokens in zip(texts, new, strict=True):
         for token in tokens:
             assert token == whole(model, text)[-1].argmax()
             text.append(token)
     (end, *_), *others = new
-    shortened = list(generate(model, TEXTS, 4, eos_id=end))
+    shortened = list(generate(model, TEXTS, 4, eos_ids=[end]))
     assert [row[0] for row in shortened] == [None] * len(shortened)
     for row, tokens in enumerate(others, 1):
         kept = tokens[: tokens.index(end)] if end in tokens else tokens
@@ -101,9 +101,9 @@ def test_steps_by_a_graph_give_the_same_text(model, temperature, top_p, monkeypa
     monkeypatch.setattr(generation, "capture_on_gpu", lambda *given: graphs.append(recorded(*given)) or graphs[-1])
     texts = [text[:length] for text, length in zip(TEXTS, PROMPTS, strict=True)]
     settings = temperature, top_p, 7, 30, "dense"
-    end = list(generate(model, texts, 3, -1, *settings))[-1][1]
-    expected = list(generate(model, texts, 6, end, *settings))
-    assert list(generate(model, texts, 6, end, *settings, cuda_graph=True)) == expected
+    end = list(generate(model, texts, 3, (), *settings))[-1][1]
+    expected = list(generate(model, texts, 6, [end], *settings))
+    assert list(generate(model, texts, 6, [end], *settings, cuda_graph=True)) == expected
     assert len(graphs) == 1 and graphs[0][0].operations
 
 
@@ -111,11 +111,11 @@ def test_steps_by_a_graph_that_keeps_its_first_tokens_are_refused(monkeypatch):
     frozen = SimpleNamespace(replay=lambda: None)
     monkeypatch.setattr(generation, "capture_on_gpu", lambda step, warm_up: warm_up() is None or (frozen, step()))
     with pytest.raises(RuntimeError, match="--cuda-graph: a captured step differs"):
-        list(generate(make_model("paper"), TEXTS, 3, -1, attention_backend="dense", cuda_graph=True))
+        list(generate(make_model("paper"), TEXTS, 3, (), attention_backend="dense", cuda_graph=True))
 
 
 def test_rows_of_the_vocabulary_without_a_piece_are_never_drawn(model):
-    (first,), *_ = generate(model, TEXTS[:1], 1, eos_id=-1)
-    (most_likely,) = generate(model, TEXTS[:1], 1, eos_id=-1, num_pieces=first)
+    (first,), *_ = generate(model, TEXTS[:1], 1, eos_ids=())
+    (most_likely,) = generate(model, TEXTS[:1], 1, eos_ids=(), num_pieces=first)
     logits = whole(model, TEXTS[0])[-1]
     assert most_likely == [logits[:first].argmax()] != [first]

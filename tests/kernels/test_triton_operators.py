@@ -172,7 +172,7 @@ def kernels_by_guard():
         patch.setattr(torch.cuda, "device_of", device_of)
         patch.setattr(GridExecutor, "__call__", noted)
         loss_and_gradients(model, torch.arange(5)[None])
-        list(generate(model, [[1, 2]], 2, -1, attention_backend="triton"))
+        list(generate(model, [[1, 2]], 2, (), attention_backend="triton"))
     return every, outside
 
 

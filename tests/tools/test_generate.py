@@ -95,6 +95,19 @@ def test_a_prompt_begins_as_the_tokenizer_of_an_export_does(tmp_path, monkeypatc
     assert code == 2 and "tokenizer_config.json cannot be read" in errors
 
 
+def test_a_text_ends_with_each_token_that_ends_one_in_the_export(tmp_path, without_transformers, tool, capsys):
+    train_model(tmp_path)
+    write_zeros(tmp_path)  # all logits are zero, so the most likely token is the first
+    flags = ("generate", "--model", tmp_path, "--prompt", "a", "--max-new-tokens", 3, "--json")
+    made = []
+    for ends in (None, 5, [7, 0]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        code, out, errors = tool(*flags)
+        assert code == 0, errors
+        made.append(json.loads(out)["tokens"])
+    assert made == [[0, 0, 0], [0, 0, 0], []]
+
+
 def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
     triton = ("--model", run, "--prompt", "a", "--device", "cpu", "--attention-backend", "triton")
     loops = ("--model", run, "--prompt", "a", "--device", "cuda", "--attention-backend", "loops")
