@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint.saver import Saver, check_space
+from moh_lm.checkpoint.saver import NonFiniteState, Saver, check_space
 from moh_lm.cost.summary import describe_switch
 from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT, Alarms, Announcer
@@ -153,14 +153,29 @@ class Run:
             self.stopping, writing = set_on_any_rank(self.flags(), self.device)  # much may have happened meanwhile
         started = time.perf_counter()
         if due(step, self.config.reliability.save_interval) or last or self.stopping:
-            tokenizer = self.state.dataset.tokenizer_path
-            self.saver.save(step, self.engine.fragments(), self.engine.config_now(), self.state.capture(), tokenizer)
+            self.save()
         elif not writing:
             self.saver.collect()
         self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started
         if self.log:
             self.log.progress(step)
+
+    def save(self):
+        """Begin to write a checkpoint. Raises NonFiniteState, and CheckpointError at the second failure in turn."""
+        engine, tokenizer = self.engine, self.state.dataset.tokenizer_path
+        try:
+            self.saver.save(self.state.step, engine.fragments(), engine.config_now(), self.state.capture(), tokenizer)
+        except NonFiniteState:
+            self.failed()
+            raise
+
+    def failed(self):
+        """Record that the run cannot go on. What it died of is printed when the rank ends."""
+        self.event_log.add("failed", self.state.step)
+        self.watchdog.progress(seconds=REPORT)
+        self.watchdog.limit_groups(REPORT)
+        on_rank_zero(self.report)  # the others wait, because a rank that had left would be named as the cause
 
     def flags(self):
         """Return whether this rank was asked to stop, and whether it is still writing a checkpoint."""
@@ -194,10 +209,7 @@ class Run:
         except BadNumbers as error:
             self.saver.collect()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
-            self.event_log.add("failed", state.step)  # printed when the rank ends
-            self.watchdog.progress(seconds=REPORT)
-            self.watchdog.limit_groups(REPORT)
-            on_rank_zero(self.report)  # the others wait, because a rank that had left would be named as the cause
+            self.failed()
             raise BadNumbers(text) from error
         self.accumulator.add(result, data_seconds, self.engine.tokens, bad_sources, self.timer.take())
         self.engine.begin(state.step)

@@ -3,6 +3,7 @@
 import math
 import os
 
+from moh_lm.checkpoint.saver import NonFiniteState
 from moh_lm.training.engine import Engine
 from moh_lm.training.guard import BadNumbers
 from tests.training.runs import run
@@ -30,7 +31,7 @@ def run_with(flags, step, harm, rank=1, count=1):
     Engine.train_step = harmed
     try:
         return run(flags)
-    except BadNumbers as error:
+    except (BadNumbers, NonFiniteState) as error:
         return str(error)
 
 

@@ -133,3 +133,16 @@ def test_an_out_of_range_frozen_weight_ends_the_run(data_dir, tmp_path, zero, ra
     said = run_ranks(run_with, ranks, flags, 5, flip_the_exponent_of_a_frozen_weight, ranks - 1)
     assert len(set(said)) == 1 and said[0].startswith("step 5: model.layers.1.mlp.up_proj.weight holds")
     assert "and is frozen, which cannot come from training" in said[0]
+
+
+def infinity_in_a_second_moment(engine):
+    """Its weight is not updated any more, so no loss, gradient or weight shows it."""
+    owned = {fragment.name: fragment.tensors["exp_avg_sq"] for fragment in engine.fragments()}
+    owned[max(owned)].view(-1)[0] = math.inf
+
+
+def test_a_state_that_cannot_be_saved_is_recorded_as_the_end_of_the_run(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP)
+    one, other = run_ranks(run_with, 2, flags, 4, infinity_in_a_second_moment)
+    assert one == other and one.startswith("step 4 is not saved: exp_avg_sq of ")
+    assert [event["step"] for event in events(tmp_path, "failed")] == [4]
