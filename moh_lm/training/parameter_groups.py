@@ -78,10 +78,13 @@ def or_else(value, default):
 def parameter_groups(named_parameters, config):
     """Return groups for a torch optimizer, matrices before norms, each with the fields of its ``Rule`` and "params".
 
-    named_parameters: (canonical name, parameter). Frozen parameters are in no group.
+    named_parameters: (canonical name, parameter). Frozen parameters are in no group. Heads of several widths give
+    tensor-parallel ranks shards of several sizes. What these ranks hold whole then has groups of its own, so that
+    data-parallel ranks cut it at the same places on all of them.
     """
-    groups = {}
+    groups, uneven = {}, bool(config.model.head_dims) and config.parallel.tensor_parallel_size > 1
     for name, parameter in sorted(named_parameters, key=lambda item: len(item[1].whole_shape) == 1):
         if parameter.requires_grad:
-            groups.setdefault(rule_of(name, parameter, config), []).append(parameter)
-    return [{**rule._asdict(), "params": parameters} for rule, parameters in groups.items()]
+            whole = uneven and parameter.tensor_partition is None
+            groups.setdefault((rule_of(name, parameter, config), whole), []).append(parameter)
+    return [{**rule._asdict(), "params": parameters} for (rule, _), parameters in groups.items()]

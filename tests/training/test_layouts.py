@@ -170,6 +170,13 @@ def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process,
     assert_same_training(got, one_process(model, *short), model, 1, 2)
 
 
+def test_tensor_parallel_ranks_with_unequal_shards_share_a_table(data_dir, one_process, tmp_path):
+    """Data-parallel ranks cut the table of positions, which has the learning rate of the projections here."""
+    more = (*SHORT, "--batch-tokens", "32", "--base-width", "32", "--learned-positions", "1000")
+    got = train((2, 1, 2, 1, 1, False, "dense, tied"), data_dir, tmp_path, *more)
+    assert_same_training(got, one_process("dense, tied", *more), "dense, tied", 1, 2)
+
+
 @pytest.mark.parametrize(
     "model, stages, precision", [("paper, step, grouped, window", (1, 2), "fp32"), ("dense, tied", (2, 4), "bf16")]
 )
