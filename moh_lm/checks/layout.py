@@ -2,6 +2,7 @@
 
 import math
 
+from moh_lm.checkpoint.directory import newest_model, step_number
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import flag
@@ -37,14 +38,28 @@ def layout_problems(config, world_size):
             f"choose --batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length} or another "
             "--micro-batch-size; a run that has begun keeps its batch, so choose another layout (tools/plan.py)"
         ]
-    first = run.stages[0][2]
-    if first % chunk:
-        nearest = math.ceil(first / chunk) * chunk * length
-        return found + [
-            f"--batch-warmup {run.batch_warmup}: its first batch of {first} sequences is not a multiple of {chunk}, a "
-            f"micro-batch of every rank; choose {nearest}:{run.batch_warmup.partition(':')[2]}"
-        ]
-    return found
+    newest = newest_model(run.checkpoint_dir)[0] if run.batch_warmup and run.checkpoint_dir else None
+    return found + uneven_batch(config, chunk, step_number(newest) if newest else 0)
+
+
+def uneven_batch(config, chunk, step):
+    """Check that the batches of --batch-warmup from ``step`` on are multiples of ``chunk``, a micro-batch per rank."""
+    run = config.run
+    size = run.batch_at(run.samples_after(step))
+    if size % chunk == 0:
+        return []  # so are later ones, which are twice as large
+    nearest = math.ceil(size / chunk) * chunk * run.seq_length
+    if step:
+        remedy = "a run that has begun keeps its batches, so choose another layout (tools/plan.py)"
+    elif nearest < run.batch_tokens:
+        remedy = f"choose {nearest}:{run.batch_warmup.partition(':')[2]}"
+    else:
+        remedy = "leave it out, or start fewer ranks"
+    which = f"batch of {size} sequences after step {step}" if step else f"first batch of {size} sequences"
+    return [
+        f"--batch-warmup {run.batch_warmup}: its {which} is not a multiple of {chunk}, a micro-batch of every rank; "
+        f"{remedy}"
+    ]
 
 
 def rank_problems(parallel, world_size):

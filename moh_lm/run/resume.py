@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_leftovers, set_aside
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries, verify
+from moh_lm.checks.layout import uneven_batch
 from moh_lm.config import TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
@@ -63,6 +64,8 @@ def resume(task, state, event_log, progress):
     before, now = was.to_dict(), config.to_dict()
     before |= {name: now[name] for name in config.moving}  # the initial values; state.json has the current ones
     all_ranks_or_raise(lambda: refuse_changes(task, step, saved, before, config, state.dataset))
+    chunk = config.run.micro_batch_size * config.data_parallel_size(dist.get_world_size())
+    raise_any(uneven_batch(config, chunk, saved["step"]))  # the step may be older than the newest one
     begins = saved["step"] == 0
     for key in now:
         if before[key] != now[key] and not begins:

@@ -1,6 +1,7 @@
 """--batch-warmup: the size of each step, budgets and schedules that follow from it, and runs in several layouts."""
 
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -123,3 +124,24 @@ def test_a_first_batch_gives_every_rank_a_micro_batch(data_dir, tmp_path):
     (problem,) = config_problems(config, 4)
     assert problem.startswith("--batch-warmup 96:1M: its first batch of 6 sequences is not a multiple of 8")
     assert problem.endswith("choose 128:1M")
+    config, _ = parse_config(arguments(data_dir, tmp_path, *WARMUP))
+    (problem,) = config_problems(config, 8)  # whose 8 micro-batches are a whole batch
+    assert problem.endswith("; leave it out, or start fewer ranks")
+
+
+def test_a_run_whose_batches_have_grown_resumes_on_more_ranks(data_dir, whole, tmp_path):
+    left_after(4, whole, tmp_path)
+    config, _ = parse_config(arguments(data_dir, tmp_path, *WARMUP))
+    assert config_problems(config, 4) == []  # 8 sequences; the first step had 4
+    (problem,) = config_problems(config, 8)
+    assert "its batch of 8 sequences after step 4 is not a multiple of 16" in problem
+    assert problem.endswith("keeps its batches, so choose another layout (tools/plan.py)")
+
+
+def test_a_resume_from_an_older_step_is_refused_if_its_batch_does_not_divide(data_dir, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "checkpoints/step-9", tmp_path / "checkpoints/step-8"):
+        next(path.glob("rank-0*")).write_bytes(b"damaged")
+    wide = ("--micro-batch-size", "8")
+    with pytest.raises(Exception, match="its batch of 8 sequences after step 4 is not a multiple of 16"):
+        run_ranks(run, 2, arguments(data_dir, tmp_path, *EVERY, *WARMUP, *wide))
