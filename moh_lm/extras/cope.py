@@ -57,7 +57,7 @@ class ContextualPositions(nn.Module):
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         gates = (query @ key.transpose(2, 3)).to(wide).sigmoid() * visible
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp_max(self.most)
-        below = position.detach().floor().clamp_max(self.most - 1).long()
+        below = position.detach().nan_to_num().floor().clamp(0, self.most - 1).long()
         table = self.exchange.own(self.weight) if self.exchange else self.weight
         z = torch.einsum("bhse,hpe->bhsp", query, table).to(wide)
         added = z.gather(-1, below) + z.diff(dim=-1).gather(-1, below) * (position - below)

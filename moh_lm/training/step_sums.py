@@ -43,7 +43,8 @@ class StepSums:
 
 # The coefficient of the L1 norm of ``relu`` gates, as in ReMoE (arXiv 2412.14711): lambda = L1_START L1_FACTOR^n.
 # After each step n grows by 1 if tokens selected more experts than the budget, over all layers, and falls if fewer.
-L1_START, L1_FACTOR = 1e-8, 1.2
+# It stays between 0 and L1_MOST, where lambda is 1: in a long warm-up the gates cannot follow it yet.
+L1_START, L1_FACTOR, L1_MOST = 1e-8, 1.2, 101
 
 
 class RouterSums:
@@ -97,7 +98,7 @@ class RouterSums:
         self.set_shares([share for share in shares if len(share)])
         if self.by_sign:
             excess = sum(counts[layer.index].sum() - layer.num_active * tokens for layer in self.layers)
-            self.set_l1_steps(self.l1_steps + excess.sign().long())
+            self.set_l1_steps((self.l1_steps + excess.sign().long()).clamp(0, L1_MOST))
         for block in self.blocks:
             router = block.router()
             if getattr(router, BIAS, None) is not None:

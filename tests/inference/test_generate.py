@@ -1,5 +1,6 @@
 """Generation with a cache: what the model computes without one, on a GPU in steps that wait for nothing."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -119,3 +120,8 @@ def test_rows_of_the_vocabulary_without_a_piece_are_never_drawn(model):
     (most_likely,) = generate(model, TEXTS[:1], 1, eos_ids=(), num_pieces=first)
     logits = whole(model, TEXTS[0])[-1]
     assert most_likely == [logits[:first].argmax()] != [first]
+
+
+def test_an_activation_that_is_not_a_number_gives_such_logits_and_no_error(model):
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out * math.nan)
+    assert whole(model, TEXTS[0]).isnan().all()

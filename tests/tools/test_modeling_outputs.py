@@ -245,3 +245,10 @@ def test_blocks_are_the_layers_that_transformers_recomputes():
     if not hasattr(layers, "_can_checkpoint_with_cache"):
         pytest.skip("transformers before 5.24 drops caches in them without gradients too")
     assert isinstance(make_model().model.layers[0], layers)
+
+
+@torch.no_grad()
+def test_an_activation_that_is_not_a_number_gives_such_logits_and_no_error():
+    model, tokens = make_model(layer_positions=["cope", "rotary"], cope_max_position=3), random_tokens(2, 6)
+    model.model.embed_tokens.weight.fill_(math.nan)
+    assert model(tokens).logits.isnan().all()

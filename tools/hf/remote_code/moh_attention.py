@@ -92,7 +92,7 @@ class MoHLlamaContextualPositions(nn.Module):
         key = repeat_kv(key, query.shape[1] // key.shape[1])
         gates = (query @ key.transpose(2, 3)).to(wide).sigmoid() * visible
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.most)
-        below = position.detach().floor().clamp(max=self.most - 1).long()
+        below = position.detach().nan_to_num().floor().clamp(0, self.most - 1).long()
         table = local_heads(self.weight.movedim(0, -1), query.shape[1]).movedim(-1, 0)
         whole = torch.einsum("bhse,hpe->bhsp", query, table).to(wide)  # at whole positions
         added = whole.gather(-1, below) + whole.diff(dim=-1).gather(-1, below) * (position - below)
