@@ -217,9 +217,10 @@ class Dataset(TrainingData):
                 began = f"began at sample {before['first_sample']} and would begin at {begins}"
                 return [f"--decay-mix {began}: give the earlier budget and --decay-iters"]
         found = changes(before, state["units"], self.fingerprint(newest), self.state()["units"])
-        if not found and newest is not self.mixture and before["first_sample"] != newest.first_sample:
-            began = f"began at sample {before['first_sample']} and begins at sample {newest.first_sample}"
-            found.append(f"--decay-mix {began}")
+        began = [segment["first_sample"] for segment in state["segments"]]  # the last at a change in the decay, if any
+        if not found and newest is not self.mixture and newest.first_sample not in began:
+            at = f"began at sample {before['first_sample']} and begins at sample {newest.first_sample}"
+            found.append(f"--decay-mix {at}")
         return found
 
     def continue_from(self, state: dict, consumed_samples: int) -> "Dataset":
