@@ -22,12 +22,12 @@ from data_prep.units import Unit
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, publish, read_json
 from moh_lm.data.reader import open_shard, read_sidecar
-from moh_lm.data.shards import TOKENIZER_FILES
+from moh_lm.data.shards import REPLACING, TOKENIZER_FILES
 from moh_lm.parsing import parse_json
 from moh_lm.units import listing
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
-FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", LEFT_OUT, *TOKENIZER_FILES)))
+FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", LEFT_OUT, REPLACING, *TOKENIZER_FILES)))
 SETTLED = ("sha256", "eos_id", "bos_id", "control_tokens")  # facts of a tokenizer that settle the ids of a text
 TEMPORARY = re.compile(rf"({FILES})\.tmp-\d+")
 
@@ -148,6 +148,24 @@ def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]
         for path in shards
         if any((path.parent.name, piece["size"], piece["sample"]) in made for piece in read_sidecar(path)["inputs"])
     ]
+
+
+def note_replaced(
+    output: Path, sources: Iterable[str], units: list[Unit], doubled: list[Path], known: Iterable[Path] = ()
+):  # fmt: skip
+    """Note which shards of ``sources`` have text that others also have, or soon will: ``doubled``, and what an earlier
+    command noted and this one, with its ``units`` and ``known`` shards, has not settled. A manifest is refused until
+    they are gone."""
+    known = {*known, *(beside(output / unit.source / unit.name, ".json") for unit in units)}
+    for name in sources:
+        note = output / name / REPLACING
+        earlier = {note.parent / line for line in note.read_text().splitlines()} if note.exists() else set()
+        left = {path for path in earlier - known if path.exists()}
+        left |= {path for path in doubled if path.parent.name == name}
+        if left:
+            publish(note, "".join(f"{path.name}\n" for path in sorted(left)).encode())
+        else:
+            note.unlink(missing_ok=True)
 
 
 def is_unchanged(path: str, size: int, since: float) -> bool:

@@ -75,14 +75,17 @@ def fill(
         complete = [unit in finished for unit in units if unit.source == name]
         print(plan_line(name, source, complete, left_out), flush=True)
 
+    data_directory.note_replaced(output, sources, units, replaced)
     make_shards(units, finished, failures, flags, options)
     absent = classify(units, finished, failures, flags)
     nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
-    doubled = data_directory.doubled_shards([path for path in replaced if path.parent.name in incomplete], finished)
-    replaced = [path for path in replaced if path.parent.name not in incomplete]
+    kept = [path for path in replaced if path.parent.name in incomplete]
+    doubled = data_directory.doubled_shards(kept, finished)
+    replaced = [path for path in replaced if path not in kept]
     for path in replaced + nothing:
         path.unlink()  # the sidecar; the sweep removes files without one
+    data_directory.note_replaced(output, sources, units, doubled, known=kept)
     sweep(output, sources, failed=[unit for unit in units if unit not in finished])
     try:
         if doubled:

@@ -36,6 +36,7 @@ UNIT = {  # the types of the values of an entry in the manifest
     "text_bytes": {int, NoneType}, "content": {str}, "bytes": {dict}, "cuts": {list},
 }  # fmt: skip
 SUFFIXES = (".bin", ".idx", ".json")
+REPLACING = ".replacing"  # in the directory of a source: sidecars whose text newer shards also have, or soon will
 NUMPY_TYPES = {np.dtype(code).name: np.dtype(code) for code in DTYPES.values()}
 # A tokenizer is the first of these (SentencePiece's, LLaMA-3's), or the others (Hugging Face's; the last is optional).
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -122,8 +123,15 @@ def write_manifest(data_dir: str | Path) -> dict:
     {"version", "tokenizer": {"sha256", "vocab_size", "eos_id"}, "cut_fractions": [...],
      "sources": {NAME: {"tokens", "documents", "units": {UNIT: result of ``unit_entry``}}}}
 
-    Raises ShardError if shards differ in their tokenizer, or if two shards of a source were made from the same input.
+    Raises ShardError if shards differ in their tokenizer, if two shards of a source were made from the same input, or
+    if a command that was to replace shards has not removed them.
     """
+    for note in sorted(Path(data_dir).glob(f"[!.]*/{REPLACING}")):
+        name, noted = note.parent.name, note.read_text().splitlines()
+        there = [shard for shard in noted if (note.parent / shard).exists()]
+        if there:
+            what = f"may have text that newer shards also have; run data_prep/tokenize.py for {name} again"
+            raise ShardError(f"{note.parent / there[0]}: {what}")
     sources, inputs, tokenizers = {}, [], {}
     for path in sorted(Path(data_dir).glob("[!.]*/*.json")):
         shard = open_shard(path.with_suffix(""))

@@ -345,9 +345,14 @@ def test_a_moved_file_beside_a_damaged_one_is_not_listed_twice(model, tmp_path):
     _, stderr = tokenize(model, tmp_path / "out", again, unit_size="300K", code=1)
     assert "manifest.json is left as it was" in stderr
     assert (tmp_path / "out/manifest.json").read_bytes() == before
+    (tmp_path / "d.jsonl").write_bytes(json_lines(["of another source"]))
+    for source in ("b", "a"):  # nor by a later command, which reads none of these files
+        _, stderr = tokenize(model, tmp_path / "out", f"{source}={tmp_path}/d.jsonl", code=1)
+        assert "may have text that newer shards also have; run data_prep/tokenize.py for a again" in stderr
+        assert (tmp_path / "out/manifest.json").read_bytes() == before
     (tmp_path / "again/c.jsonl.gz").write_bytes(gzip.compress(json_lines(["other"])))
     tokenize(model, tmp_path / "out", again, unit_size="300K")
-    assert len(decoded(tmp_path / "out", "a", model)) == 4
+    assert len(decoded(tmp_path / "out", "a", model)) == 5 and not (tmp_path / "out/a/.replacing").exists()
 
 
 def test_a_file_with_another_middle_leaves_the_earlier_shard(model, tmp_path):
