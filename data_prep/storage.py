@@ -32,7 +32,10 @@ def is_remote(path: str) -> bool:
 
 @cache
 def file_system(url: str):
-    """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs."""
+    """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs, and for a
+    chain of URLs, whose files have no URLs of their own."""
+    if "::" in url:
+        raise ConfigError([f"{url}: a chain of URLs cannot be read; unpack the archive, or give a plain URL"])
     try:
         files, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -182,6 +182,11 @@ def test_a_protocol_that_is_not_there_is_named(model, tmp_path, url, monkeypatch
     assert f"--source s={url}: " in error and "pip install -e '.[remote]'" in error
 
 
+def test_a_chain_of_urls_is_refused(model, tmp_path):
+    _, error = tokenize(model, tmp_path / "out", f"s=zip://*.jsonl::file://{tmp_path}/a.zip", code=2)
+    assert "a chain of URLs cannot be read; unpack the archive, or give a plain URL" in error
+
+
 def test_a_folder_at_a_url_is_no_file(remote, model, tmp_path):
     remote.pipe("/data/deep/a.jsonl", json_lines(TEXTS))
     _, error = tokenize(model, tmp_path / "out", "s=memory://data/deep", code=2)

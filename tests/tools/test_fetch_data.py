@@ -202,6 +202,51 @@ def test_damage_to_a_copy_is_found_and_repaired_by_verify(remote, tool, tmp_path
     assert files(tmp_path / "copy") == files(tmp_path / "origin")
 
 
+def test_a_directory_is_not_copied_onto_itself(tool, tmp_path):
+    origin = make_directory(tmp_path / "origin", SHARDS)
+    content = bytearray((origin / "web/unit-0.bin").read_bytes())
+    content[5000] ^= 1
+    (origin / "web/unit-0.bin").write_bytes(content)
+    (tmp_path / "link").symlink_to(origin)
+    before = files(origin)
+    for url in (origin, tmp_path / "link", f"file://{origin}"):
+        code, _, said = tool("fetch_data", url, "--output", origin, "--verify")
+        assert code == 2 and f"FROM {url}: is --output; give another directory" in said
+    assert files(origin) == before
+
+
+def test_a_resumed_copy_needs_room_for_the_rest_only(remote, tool, tmp_path, monkeypatch):
+    Broken.budget = 30_000
+    assert tool("fetch_data", "broken://data", "--output", tmp_path / "copy", "--workers", 1)[0] == 1
+    there, whole = files(tmp_path / "copy"), files(tmp_path / "origin")
+    complete = {name.removesuffix(".json") for name in there if name.endswith(".json")}
+
+    def size(directory):  # of the files of shards that are not complete
+        left = [name for name in directory if re.match(r"\w+/", name) and name.split(".")[0] not in complete]
+        return sum(len(directory[name]) for name in left if not name.endswith(".json.part"))
+
+    need, copied = size(whole), size(there)
+    assert 5000 < copied < need - 5000
+    Broken.budget = 10**9
+    for free, expected in ((need - copied - 1, 2), (need - copied, 0)):
+        monkeypatch.setattr(fetch, "free_bytes", lambda path, free=free: free)
+        code, _, said = tool("fetch_data", "broken://data", "--output", tmp_path / "copy")
+        assert code == expected, said
+    assert files(tmp_path / "copy") == files(tmp_path / "origin")
+
+
+def test_what_to_do_about_a_damaged_manifest_of_the_copy_is_said(remote, tool, tmp_path):
+    calls = "fetch_data", "memory://data", "--output", tmp_path / "copy"
+    assert tool(*calls)[0] == 0
+    manifest = tmp_path / "copy/manifest.json"
+    manifest.write_bytes(b"x" + manifest.read_bytes())
+    code, _, said = tool(*calls)
+    assert code == 1 and f"{manifest}: " in said and ", or remove it and run this command again" in said
+    manifest.unlink()
+    assert tool(*calls)[0] == 0
+    assert files(tmp_path / "copy") == files(tmp_path / "origin")
+
+
 def test_shards_of_another_tokenizer_are_refused(remote, tool, tmp_path):
     assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
     before = files(tmp_path / "copy")

@@ -12,6 +12,8 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
+from fsspec.implementations.local import LocalFileSystem
+
 from data_prep.output import check_tokenizer_files, writable_directory
 from data_prep.report import progress_bar
 from data_prep.storage import BLOCK, file_system, persistently, read_part
@@ -33,17 +35,20 @@ def fetch(url, output, workers, verify):
     Raises ConfigError for what the user has to fix, ShardError or OSError for files that are damaged or unreachable.
     """
     origin = Origin(url)
+    if origin.is_directory(output):
+        raise ConfigError([f"FROM {url}: is --output; give another directory, since a copy replaces damaged shards"])
     writable_directory(output)
     with lock_run_directory(output, "--output"):
         staged = output / ".fetch"
         manifest = stage(origin, output, staged)
         units = [(name, unit, entry) for name, of in manifest["sources"].items() for unit, entry in of["units"].items()]
         missing = missing_shards(output, units, workers, verify)
-        need = sum(sum(entry["bytes"].values()) for *_, entry in missing)
+        size = sum(sum(entry["bytes"].values()) for *_, entry in missing)
+        need = size - sum(bytes_there(output / source / unit) for source, unit, _ in missing)
         if need > free_bytes(output):
-            problem = f"no space left: {need:,} bytes are to be copied, {free_bytes(output):,} are free"
+            problem = f"no space left: {need:,} more bytes are needed, {free_bytes(output):,} are free"
             raise ConfigError([f"--output {output}: {problem}; give a directory on a larger disk"])
-        with progress_bar("copying", need, SHORT) as bar, ThreadPoolExecutor(workers) as pool:
+        with progress_bar("copying", size, SHORT) as bar, ThreadPoolExecutor(workers) as pool:
             jobs = [pool.submit(fetch_unit, origin, output, *found, bar.update) for found in missing]
             try:
                 for job in jobs:
@@ -64,6 +69,11 @@ class Origin:
     def __init__(self, url):
         self.url = url.rstrip("/")
         self.files, self.root = file_system(self.url)
+
+    def is_directory(self, path):
+        """Whether this is the local directory ``path``."""
+        is_local = isinstance(self.files, LocalFileSystem)
+        return is_local and os.path.exists(self.root) and os.path.exists(path) and os.path.samefile(self.root, path)
 
     def path(self, name):
         return f"{self.root.rstrip('/')}/{name}"
@@ -113,7 +123,10 @@ def stage(origin, output, staged):
 def other_sources(output, manifest):
     """Return the sources that only the manifest of ``output`` has. Raises ConfigError if it also lists shards that
     would be lost, because their source is in ``manifest`` without them."""
-    there = read_manifest(output) if (output / "manifest.json").exists() else manifest
+    try:
+        there = read_manifest(output) if (output / "manifest.json").exists() else manifest
+    except ShardError as error:
+        raise ShardError(f"{error}, or remove it and run this command again") from error
     for key in ("tokenizer", "cut_fractions"):
         if there[key] != manifest[key]:
             raise ConfigError([f"--output {output}: has shards of another {key}; give another directory"])
@@ -143,6 +156,12 @@ def is_complete(output, source, unit, entry, verify, report):
         return shard.content == entry["content"] and not (verify and any(verify_shard(shard, report)))
     except ShardError:
         return False
+
+
+def bytes_there(prefix):
+    """The bytes of a shard that is not complete: of its parts, or of damaged files, which are removed before a copy."""
+    files = (beside(prefix, f"{suffix}{end}") for suffix in SUFFIXES for end in ("", ".part"))
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def fetch_unit(origin, output, source, unit, entry, report):
