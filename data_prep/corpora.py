@@ -1,4 +1,4 @@
-"""Recognises the corpus of a record, first by its schema, then by its path. docs/data.md has the schemas.
+"""Recognises the corpus of a record, first by its schema, then by its path. docs/data.md lists them.
 
 ``meta`` is an object, or a string that holds JSON or the representation of a Python dictionary, as in parquet files
 that were converted from RedPajama. A SET of RedPajama is recognised by meta.source, by keys that only one set has, or

@@ -227,20 +227,24 @@ class FlagsOfFile(argparse.Action):
             if any(isinstance(item, dict | list) for item in items):  # with aliases such a list can be endless
                 raise ConfigError([f"--config {path}: {name}: holds a list inside of a list; give plain values"])
             if action.nargs != "+" and isinstance(value, dict | list):
-                shown, example = ", ".join(as_texts(value, True)), f"{name}: {action.metavar or action.choices[0]}"
-                raise ConfigError([f"--config {path}: {name}: [{shown}]: takes one value, {example}"])
-            if isinstance(value, bool) and action.metavar in ("PATH", "PROJECT", "COMMAND"):
-                advice = f"YAML reads yes, no, on and off as {value}; quote the text"
+                shown, example = ", ".join(as_texts(value, True)), action.metavar or next(iter(action.choices))
+                raise ConfigError([f"--config {path}: {name}: [{shown}]: takes one value, {name}: {example}"])
+            if isinstance(value, Switch) and action.metavar in ("PATH", "PROJECT", "COMMAND"):
+                advice = "YAML reads yes, no, on and off as true or false; quote the text"
                 raise ConfigError([f"--config {path}: {name}: {advice}"])
-            if value is None:
+            if value is None or None in items or (isinstance(value, dict) and None in value):
                 raise ConfigError([f"--config {path}: {name}: has no value; give one, or leave the line out"])
             texts = as_texts(value, action.nargs == "+")
             parser._check_value(action, texts)
             action(parser, namespace, texts)
 
 
+class Switch(str):
+    """The text of a plain true, false, yes, no, on or off, which may be a name, such as Norway's."""
+
+
 class Texts(yaml.SafeLoader):
-    """A safe YAML loader that keeps numbers and dates as they are written: 12:30 is not 750, and 1.10 is not 1.1.
+    """A safe YAML loader that keeps values as they are written: 12:30 is not 750, and 1.10 is not 1.1.
 
     A key that is given twice in a mapping is an error, not the later value.
     """
@@ -257,14 +261,21 @@ class Texts(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def switch(loader, node):
+    loader.construct_yaml_bool(node)  # raises KeyError for another text with the tag !!bool
+    return Switch(node.value)
+
+
+Texts.add_constructor("tag:yaml.org,2002:bool", switch)
+
+
 def as_texts(value, is_list):
     """Return the text or texts that stand for a YAML value on the command line."""
     if isinstance(value, dict):
         return [f"{name}={weight}" for name, weight in value.items()]
     if isinstance(value, list):
         return list(map(str, value))
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return [text] if is_list else text
+    return [str(value)] if is_list else str(value)
 
 
 def read_value(entry, texts):
@@ -302,9 +313,10 @@ def type_of(entry):
 
 
 def boolean(text):
-    if text.lower() not in ("true", "false"):
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
         raise ValueError("write true or false, or the flag alone for true")
-    return text.lower() == "true"
+    return words[text.lower()]
 
 
 def name_and_weight(text):

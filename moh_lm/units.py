@@ -57,6 +57,8 @@ def at_least(least):
         value = integer(text)
         if value < least:
             raise ValueError(f"must be {least} or above")
+        if value >= 2**63:
+            raise ValueError("must be below 2^63")
         return value
 
     return read

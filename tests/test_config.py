@@ -225,14 +225,20 @@ def test_numbers_in_a_file_of_flags_are_read_as_written(tmp_path):
     assert (config.run.checkpoint_dir, config.run.seed, config.run.train_tokens) == ("1.10", 123, 1000)
     assert config.data.data_mix == (("01", "4.20"),)
     assert config.model.qk_norm is True
+    written = "data_mix: {no: 3, en: 4}", "sample_prompts: [yes, No, true, 'off']", "two_stage: OFF"
+    (tmp_path / "run.yaml").write_text("\n".join(written))
+    config = parse_config(["--config", str(tmp_path / "run.yaml")])[0]
+    assert config.data.data_mix == (("no", "3"), ("en", "4")) and config.model.heads.two_stage is False
+    assert config.run.sample_prompts == ("yes", "No", "true", "off")
     (tmp_path / "run.yaml").write_text("exit_after: 12:30")
     with pytest.raises(ConfigError, match="--exit-after 12:30: write seconds, or days"):
         parse_config(["--config", str(tmp_path / "run.yaml")])
 
 
-def test_a_name_without_a_value_in_a_file_is_refused(tmp_path):
-    (tmp_path / "run.yaml").write_text("num_layers: 3\nwarmup_iters:\n")
-    with pytest.raises(ConfigError, match="run.yaml: warmup_iters: has no value; give one, or leave the line out"):
+@pytest.mark.parametrize("line", ["warmup_iters:", "warmup_iters: ~", "num_shared_heads: [null]", "data_mix: {a: }"])
+def test_a_name_without_a_value_in_a_file_is_refused(line, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"num_layers: 3\n{line}\n")
+    with pytest.raises(ConfigError, match="run.yaml: .*: has no value; give one, or leave the line out"):
         parse_config(["--config", str(tmp_path / "run.yaml")])
 
 

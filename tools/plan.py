@@ -34,7 +34,7 @@ from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import BUDGETS, Config, ConfigError, raise_any
 from moh_lm.cost.devices import EFFICIENCY
-from moh_lm.flags import add_config_flags, config_of, parse_flags
+from moh_lm.flags import add_config_flags, config_of, model_of_run, parse_flags
 from moh_lm.units import above_0, at_least, share, short, wrapped
 
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
@@ -124,9 +124,10 @@ def legal_variants(config, machine):
 def with_degrees(config, degrees, given):
     """Return ``config`` with these degrees, and with heads from --head-budget that its ranks can split evenly.
 
-    given: {field: value} of the flags.
+    given: {field: value} of the flags. The heads of a run that has begun stay.
     """
-    spread = BUDGETS if config.model.heads.head_budget is not None else ()
+    has_begun = bool(model_of_run(config.run.checkpoint_dir))
+    spread = BUDGETS if config.model.heads.head_budget is not None and not has_begun else ()
     values = {key: value for key, value in config.to_dict().items() if key not in spread or key in given}
     return Config.from_dict(values | degrees)
 

@@ -14,9 +14,7 @@ MOST_LAYERS = 4096
 
 def model_values(model):
     """Return {field: value} of what is filled in or shortened in a ``ModelConfig``."""
-    layers, queries = model.num_layers, model.num_attention_heads
-    if layers > MOST_LAYERS:  # each has entries in lists
-        raise ConfigError([f"--num-layers {layers}: must be at most {MOST_LAYERS}"])
+    layers, queries = few_enough(model.num_layers), model.num_attention_heads
     queries = one_number(queries, layers) if queries not in (None, ()) else 0
     keys = one_number(model.num_key_value_heads, layers) if model.num_key_value_heads not in (None, ()) else queries
     counts = queries if isinstance(queries, tuple) else (queries,)
@@ -31,6 +29,13 @@ def model_values(model):
         "window": by_layer(model.window or (0,), layers),
         "position": by_layer(model.position or ("rotary",), layers),
     }
+
+
+def few_enough(layers):
+    """Return the number of ``layers``, each of which has entries in lists. Raises ConfigError if there are too many."""
+    if layers > MOST_LAYERS:
+        raise ConfigError([f"--num-layers {layers}: must be at most {MOST_LAYERS}"])
+    return layers
 
 
 def one_number(value, num_layers):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_lm.build import build_model
 from moh_lm.checks import config_problems
+from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.cost import memory
 from moh_lm.cost.attention import attention_products
 from moh_lm.cost.devices import known_device
@@ -35,6 +36,7 @@ from moh_lm.parallel.layers import even_partition
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
+from tests.tools.exporting import write_checkpoint
 from tools import plan as planner
 
 LLM_B = """--routing paper --num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16
@@ -375,6 +377,20 @@ def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, tensor, capsys):
         keys = (*degrees, "zero_stage", "micro_batch_size", "recompute")
         assert config_problems(parse(text, *flags_of(plan, keys)), gpus) == []
         assert plan["memory_gib"] == pytest.approx(sum(plan["memory_gib_by_part"].values()))
+
+
+def test_the_heads_of_a_run_that_has_begun_stay_in_every_layout(tmp_path):
+    heads = HeadsConfig(head_budget=0.75)
+    config = ModelConfig(num_layers=2, hidden_size=48, intermediate_size=64, num_attention_heads=12, heads=heads)
+    run_ranks(write_checkpoint, 1, tmp_path, config, None, False)
+    assert config.heads.num_shared_heads == (6, 6)  # which four ranks cannot share; a new run gets other numbers
+    flags = "--gpus 4 --seq-length 128 --batch-tokens 4K --train-iters 9 --checkpoint-dir".split()
+    degrees = []
+    for directory in (tmp_path, tmp_path / "new"):
+        model = [] if directory == tmp_path else "--num-attention-heads 12 --head-budget 0.75 --hidden-size 48".split()
+        machine = planner.parse_arguments([*flags, str(directory), *model])
+        degrees.append({plan["tensor_parallel_size"] for plan in planner.rank_layouts(machine.config, machine)})
+    assert degrees == [{1, 2}, {1, 2, 4}]
 
 
 def test_no_layout_is_ranked_that_a_graph_rules_out():

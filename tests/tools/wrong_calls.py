@@ -186,6 +186,7 @@ TOOLS = {
         --model hf --output new --select-shared first --sample-text x | --sample-text: is only read by
         --model hf --output new --sample-tokens x | --sample-tokens x: write a whole number, or one
         --model hf --output new --seed -1 | --seed -1: must be 0 or above
+        --model hf --output new --seed 9223372036854775808 | --seed 9223372036854775808: must be below 2^63
         --model hf --output new | hf/model.safetensors: is absent
     """,
     "tools/inspect_data.py": """

@@ -26,7 +26,7 @@ TRAINING = {
         --config value.yaml | --num-layers many: write a whole number
         --config values.yaml | --config values.yaml: num_layers: [2]: takes one value, num_layers: N
         --config preset.yaml | --preset 2M: choose one of 100K, 300K
-        --config text.yaml | --config text.yaml: wandb: YAML reads yes, no, on and off as False; quote
+        --config text.yaml | --config text.yaml: wandb: YAML reads yes, no, on and off as true or false; quote
         --config twice.yaml | --config twice.yaml: cannot be read (num_layers is given twice)
         --script s.sh --preset 1M | --preset 1M: s.sh has its sizes; use it with python -m moh_lm.pretrain
         --exit-after 3h50 | --exit-after 3h50: write seconds, or days, hours, minutes and seconds such as

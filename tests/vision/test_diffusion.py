@@ -289,3 +289,8 @@ def test_guidance_by_a_class_that_was_never_left_out_is_refused(tmp_path, capsys
     assert sample_images.main(call) == 2
     assert "--cfg-scale 4: guidance compares with images of no class" in capsys.readouterr().err
     assert sample_images.main([*call, "--cfg-scale", "1"]) == 0
+
+
+def test_too_many_layers_are_refused_before_lists_of_them_are_made():
+    with pytest.raises(ConfigError, match=f"^--num-layers {2**62}: must be at most 4096"):
+        DiTTraining.from_dict({"num_layers": 2**62})

@@ -62,7 +62,7 @@ def read_sample(dataset, number, decode):
     for part in row:
         for shard, first, end in stream.pieces(part.first, part.count + last_label):
             pieces += pieces_of(shard, first, end, decode)
-    name = dataset.source_names[source]
+    name, position = dataset.source_names[source], row[0].first if dataset.packer else position
     return {"sample": number, "source": name, "epoch": epoch, "position": position, "pieces": pieces}
 
 
