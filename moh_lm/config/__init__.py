@@ -12,14 +12,25 @@ them are shown at once. This package needs only the standard library.
 """
 
 from moh_lm.config.fields import ConfigError, flag, option, raise_any, walk
-from moh_lm.config.heads import BUDGETS, FUSED, GATED, SPREAD, TRAINING_ONLY, TWO_STAGE, HeadsConfig, RoutedLayer
+from moh_lm.config.heads import (
+    BUDGETS,
+    FUSED,
+    GATED,
+    NOT_STATIC,
+    SPREAD,
+    TRAINING_ONLY,
+    TWO_STAGE,
+    HeadsConfig,
+    RoutedLayer,
+)
 from moh_lm.config.model import ModelConfig
 from moh_lm.config.run import REDUCE_BUCKET, AlarmConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig
 from moh_lm.config.task import UNNAMED, TaskConfig
 from moh_lm.config.text import Config, DataConfig, RunConfig
 
 __all__ = [
-    "BUDGETS", "FUSED", "GATED", "REDUCE_BUCKET", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "UNNAMED", "AlarmConfig",
-    "Config", "ConfigError", "DataConfig", "HeadsConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig",
-    "ReliabilityConfig", "RoutedLayer", "RunConfig", "TaskConfig", "flag", "option", "raise_any", "walk",
+    "BUDGETS", "FUSED", "GATED", "NOT_STATIC", "REDUCE_BUCKET", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "UNNAMED",
+    "AlarmConfig", "Config", "ConfigError", "DataConfig", "HeadsConfig", "ModelConfig", "OptimizerConfig",
+    "ParallelConfig", "ReliabilityConfig", "RoutedLayer", "RunConfig", "TaskConfig", "flag", "option", "raise_any",
+    "walk",
 ]  # fmt: skip

@@ -140,6 +140,7 @@ BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # fields of HeadsConf
 TWO_STAGE = ("paper", "paper_scaled", "released")  # routing forms with a1 and a2
 GATED = ("sigmoid", "softplus")  # routing forms for --head-selection gated
 FUSED = ("sigmoid", "paper", "paper_scaled", "released")  # routing forms that --fused-router computes
+NOT_STATIC = "shared heads lead every key/value group, and static keeps the first heads of all; choose all"
 SPREAD = ("head_budget", "head_budget_slope")  # fields of HeadsConfig implied by the budgets of the layers
 TRAINING_ONLY = (  # fields of HeadsConfig without effect on the trained function
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",

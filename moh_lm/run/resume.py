@@ -18,7 +18,7 @@ from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, 
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries, verify
 from moh_lm.checks.layout import uneven_batch
-from moh_lm.config import TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
+from moh_lm.config import NOT_STATIC, TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -206,6 +206,8 @@ def model_changes(before, config):
         if dropped and not gates_of_one(type(config).from_dict(before).model):
             hint = f", but gates of --routing {before['routing']} are far from 1"
             hint += f" ({SCALED})" * isinstance(config, Config)
+        elif dropped and before.get("routing_unit") == "head_in_group" and now[key] == "static":
+            hint = f": {NOT_STATIC}"
         elif dropped and config.run.allow_routing_change:
             continue
         found.append(f"{key} was {before[key]} and is {now[key]}{hint}")

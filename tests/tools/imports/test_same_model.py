@@ -11,6 +11,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
+from moh_lm.run.resume import model_changes
 from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, SHAPE, assert_same_logits, make_llama, rewrite
 from tests.tools.modeling_cases import make_model
 
@@ -154,6 +155,21 @@ def test_a_gated_export_is_imported_as_gated(imported, tmp_path):
     model = make_model(**GATED)
     model.save_pretrained(tmp_path / "hf")
     assert_same_logits(imported(tmp_path / "hf", "--head-selection", "gated"), model)
+
+
+def test_heads_in_groups_do_not_become_the_first_heads(tool, tmp_path):
+    """The shared head of the second group would be off."""
+    in_groups = dict(num_key_value_heads=2, routing_unit="head_in_group", num_shared_heads=[2, 2])
+    make_model(**in_groups, num_active_routed_heads=[2, 2]).save_pretrained(tmp_path / "hf")
+    call = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", "--allow-routing-change")
+    code, _, errors = tool(*call, "--head-selection", "static")
+    assert code == 2 and "static keeps the first heads of all; choose all" in errors
+    before = Config.from_dict(
+        dict(num_layers=1, num_attention_heads=8, num_key_value_heads=2, routing_unit="head_in_group",
+             allow_routing_change=True)
+    )  # fmt: skip
+    (problem,) = model_changes(before.to_dict(), Config.from_dict(before.to_dict() | {"head_selection": "static"}))
+    assert problem.endswith("static keeps the first heads of all; choose all")
 
 
 def test_gates_at_equal_scores_weigh_heads_of_several_widths(imported, tmp_path):

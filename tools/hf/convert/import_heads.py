@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 
-from moh_lm.config import GATED, TRAINING_ONLY, ConfigError, HeadsConfig, flag, raise_any
+from moh_lm.config import GATED, NOT_STATIC, TRAINING_ONLY, ConfigError, HeadsConfig, flag, raise_any
 from moh_lm.data.shards import tokenizer_files
 from moh_lm.flags import read_value
 from tools.heads.importance import sample_shards, sample_text
@@ -47,6 +47,8 @@ def wanted_heads(arguments, values):
         if isinstance(value, tuple) and len(value) == 1:
             value *= len(there)
         dropped = key == "head_selection" and there == "mixture" and value in ("all", "static")
+        if dropped and value == "static" and own.routing_unit == "head_in_group":
+            raise ConfigError([f"--head-selection static: {NOT_STATIC}"])
         if key in TRAINING_ONLY or (dropped and arguments.allow_routing_change):
             changed[key] = value
         elif value != there:
