@@ -36,10 +36,13 @@ def interleaved(weight, heads):
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def write_gguf(path, model, architecture="llama", absent=(), more=(), scaling=None, tokenizer=None):
+def write_gguf(
+    path, model, architecture="llama", absent=(), more=(), scaling=None, tokenizer=None, values=(), turned=None,
+):  # fmt: skip
     """The weights of a Llama, with matrices in F16, as llama.cpp writes them.
 
-    more: names of further tensors. tokenizer: the directory of one like GPT-2's.
+    more: names of further tensors. values: (key, number) of others. turned: rotary features. tokenizer: the directory
+    of one like GPT-2's.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -50,10 +53,12 @@ def write_gguf(path, model, architecture="llama", absent=(), more=(), scaling=No
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim if turned is None else turned)
     writer.add_rope_freq_base(BASE_ONLY["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    for name, value in values:
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"llama.{name}", value)
     if scaling:
         writer.add_rope_scaling_type(scaling)
     if tokenizer:
@@ -96,7 +101,10 @@ def test_a_gguf_file_is_the_model_that_it_was_written_from(imported, tmp_path, t
         tmp_path / "hf", dtype=torch.float16, rope_parameters=BASE_ONLY, tie_word_embeddings=tied,
         num_attention_heads=6, num_key_value_heads=2,
     )  # fmt: skip
-    write_gguf(tmp_path / "small.gguf", model, absent={"output.weight"} if tied else ())
+    neutral = [("logit_scale", 1.0), ("expert_count", 0)]
+    widths = [(f"attention.{name}_length", model.config.head_dim) for name in ("key", "value")]
+    absent = {"output.weight"} if tied else ()
+    write_gguf(tmp_path / "small.gguf", model, absent=absent, values=[*neutral, *widths])
     run = imported(tmp_path / "small.gguf")
     assert_same_logits(run, model)
     facts = json.loads((find_step(run) / "state.json").read_text())["imported"]
@@ -125,6 +133,9 @@ def test_the_tokenizer_of_a_gguf_file_gives_the_same_ids(imported, tmp_path):
         ({"more": ["blk.0.attn_q.bias"]}, "blk.0.attn_q.bias would be left out"),
         ({"absent": ["blk.1.attn_norm.weight"]}, "blk.1.attn_norm.weight is missing; fetch the file again"),
         ({"scaling": gguf.RopeScalingType.YARN}, "llama.rope.scaling.type 'yarn' would be left out"),
+        ({"values": [("logit_scale", 0.5)]}, "llama.logit_scale 0.5 would be left out; import the model in"),
+        ({"values": [("attention.sliding_window", 8)]}, "llama.attention.sliding_window 8 would be left out"),
+        ({"turned": 4}, "llama.rope.dimension_count 4: rotates a part of each head"),
     ],
 )
 def test_what_the_reader_would_lose_is_refused_by_name(tool, small, tmp_path, changes, named):

@@ -21,6 +21,13 @@ OF_LAYER = (
     "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
 )  # fmt: skip
 OF_MODEL = ("token_embd", "output_norm")  # and "output", unless the embeddings are tied
+READ = (  # keys of an architecture that transformers reads, or that say nothing about the model
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base",
+    "tensor_data_layout",
+)  # fmt: skip
+WIDTHS = ("attention.key_length", "attention.value_length")  # of a head; all of it is rotated
+NEUTRAL = ("none", 0, 1.0)  # values of other keys, such as scales and windows
 OTHERWISE = "import the model in Hugging Face form instead"
 
 
@@ -61,11 +68,16 @@ def check(path):
         raise ConfigError([f"--model {path}: has the architecture {kind!r}; only 'llama' can be read from GGUF files"])
     if (parts := fields.get("split.count", 1)) > 1:
         raise ConfigError([f"--model {path}: is one of {parts} parts; join them first: llama-gguf-split --merge"])
+    own = {name.partition(".")[2]: value for name, value in fields.items() if name.startswith("llama.")}
+    width, heads = own.get("rope.dimension_count"), own.get("attention.head_count")
     problems = [
-        f"{name} {value!r} would be left out; {OTHERWISE}"
-        for name, value in fields.items()
-        if ".rope.scal" in name and value not in ("none", 1.0)
+        f"llama.{name} {value!r} would be left out; {OTHERWISE}"
+        for name, value in own.items()
+        if not (name in READ or value in NEUTRAL or (name in WIDTHS and value == width))
     ]
+    queries = next((int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "blk.0.attn_q.weight"), None)
+    if width and heads and queries not in (None, heads * width):
+        problems.append(f"llama.rope.dimension_count {width}: rotates a part of each head; {OTHERWISE}")
     names = {tensor.name for tensor in reader.tensors}
     layers = range(fields.get("llama.block_count", 0))
     known = {f"{name}.weight" for name in OF_MODEL} | {f"blk.{n}.{name}.weight" for n in layers for name in OF_LAYER}
