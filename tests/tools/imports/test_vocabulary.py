@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
+import transformers
 
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
@@ -130,6 +131,27 @@ def test_a_hugging_face_tokenizer_spells_no_new_tokens(imported, tool, tmp_path)
     extend = ("--extend-vocab", 320, "--tokenizer", tokenizer, "--old-tokenizer", old)
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend)
     assert code == 2 and "tokens of Hugging Face are not compared" in errors
+
+
+def test_a_hugging_face_tokenizer_is_extended_beside_a_tokenizer_model(imported, tool, tmp_path):
+    """As for LLaMA3-8B of the hub, which has both."""
+    make_llama(tmp_path / "hf", vocab_size=300)
+    tokenizer = hugging_face_tokenizer(tmp_path / "hf", "bytes")
+    (tmp_path / "hf/original").mkdir()
+    small_model(tmp_path / "hf/original/tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278)
+    wide = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    wide.add_tokens(["<new1>", "<new2>"])
+    wide.save_pretrained(tmp_path / "wide")
+    step = find_step(imported(tmp_path / "hf", "--extend-vocab", 320, "--tokenizer", tmp_path / "wide"))
+    assert (step / "tokenizer.json").read_bytes() == (tmp_path / "wide/tokenizer.json").read_bytes()
+    other = json.loads((tmp_path / "wide/tokenizer.json").read_text())
+    first, second, *_ = other["model"]["vocab"]
+    ids = other["model"]["vocab"]
+    ids[first], ids[second] = ids[second], ids[first]
+    (tmp_path / "wide/tokenizer.json").write_text(json.dumps(other))
+    call = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", "--tokenizer", tmp_path / "wide")
+    code, _, errors = tool(*call, "--extend-vocab", 320)
+    assert code == 2 and f"--tokenizer {tmp_path}/wide: id " in errors and "add_tokens of transformers" in errors
 
 
 def test_an_old_tokenizer_that_is_none_is_refused(tool, tmp_path):

@@ -88,13 +88,16 @@ def tokens_of(path, vocab_size):
         return vocab_size
 
 
-def spelled(old, new, num_tokens, vocab_size):
-    """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``.
+def spelled(old, new, num_tokens, vocab_size, is_given=False):
+    """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``; {} if one has
+    Hugging Face's form and the other was not given, but lies beside the model's.
 
     Raises ConfigError unless all ids of ``old`` mean the same in ``new``.
     """
     old, new = (next(iter(model_files(path).values())) for path in (old, new))
     if ".json" in (old.suffix, new.suffix):
+        if not is_given:
+            return {}
         remedy = "give one in the form of tokenizer.model, or leave the flag out"
         raise ConfigError([f"--tokenizer {new}: tokens of Hugging Face are not compared with those of {old}; {remedy}"])
     if is_tiktoken(old) != is_tiktoken(new):
@@ -138,14 +141,26 @@ def refuse_other_ids(old, new, before, now):
         if now.get(index) != token:
             raise ConfigError([
                 f"--tokenizer {new}: id {index} is {now.get(index)!r} and in {old} it is {token!r}; give one that "
-                "data_prep/tokenize.py extend has made from it"
+                "data_prep/tokenize.py extend, or add_tokens of transformers, has made from it"
             ])
+
+
+def pieces_by_id(file):
+    """Return {id: piece} of a tokenizer.json. Raises ConfigError."""
+    import tokenizers
+
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # it raises nothing more special
+        raise ConfigError([f"{file}: cannot be read ({error}); fix it, or remove it"]) from error
+    return {index: piece for piece, index in vocabulary.items()}
 
 
 def find_tokenizers(arguments, vocab_size):
     """Return (path of the model's tokenizer, path of the run data's tokenizer, {name: bytes} of files for the step).
 
-    A model without tokenizer.model has no such path, and its tokenizer in Hugging Face form is copied unread.
+    A model without tokenizer.model has no such path, and its tokenizer in Hugging Face form is copied unread. Raises
+    ConfigError if that of the data, in this form too, has other ids.
     """
     places = [arguments.model / TOKENIZER_FILES[0], arguments.model / "original" / TOKENIZER_FILES[0]]
     old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
@@ -153,7 +168,10 @@ def find_tokenizers(arguments, vocab_size):
     given = [flag(name) for name in ("tokenizer", "old_tokenizer") if getattr(arguments, name)]
     named = given[0] if given else "tokenizer of the model,"
     if new:
-        return old, new, read_tokenizer(new, vocab_size, named)
+        contents, own = read_tokenizer(new, vocab_size, named), arguments.model / TOKENIZER_FILES[1]
+        if TOKENIZER_FILES[1] in contents and own.is_file():
+            refuse_other_ids(own, new, pieces_by_id(own), pieces_by_id(model_files(new)[TOKENIZER_FILES[1]]))
+        return old, new, contents
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
     return old, new, {path.name: without_code(path) for path in kept}
 
