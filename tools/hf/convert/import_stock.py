@@ -39,6 +39,10 @@ def read_stock(values, directory):
         shared = [values["num_attention_heads"]] * layers
     except (LookupError, TypeError, AttributeError) as error:
         raise ConfigError([f"config.json: a key is missing or invalid ({error}); fix it"]) from error
+    per_layer = values.get("num_attention_heads_per_layer")
+    if isinstance(per_layer, list) and len({*map(str, per_layer)}) > 1:
+        problem = f"num_attention_heads_per_layer {per_layer}: layers with other numbers of heads are not read back"
+        raise ConfigError([f"config.json: {problem}; import an export without --as"])
     plain |= {"model_type": "moh_llama", "architectures": [keys.ARCHITECTURES["moh_llama"]], "qk_norm": True}
     plain |= {"head_selection": "mixture", "routing": kind.routing, "two_stage": True}
     plain |= {"num_shared_heads": shared, "num_active_routed_heads": [0] * layers}
