@@ -140,3 +140,11 @@ def test_every_link_of_a_page_leads_to_a_file():
     for page in [*PAGES, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs/history").glob("*.md"))]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8")):
             assert (ROOT / Path(page).parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_page_that_a_file_names_exists():
+    for folder in ("benchmarks", "data_prep", "launch", "moh_lm", "studies", "tests", "tools"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in (".mix", ".py", ".sbatch", ".sh", ".txt"):
+                for page in re.findall(r"\bdocs/[\w/]+\.md", path.read_text(encoding="utf-8")):
+                    assert (ROOT / page).is_file(), f"{path}: {page}"
