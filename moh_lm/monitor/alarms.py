@@ -17,7 +17,7 @@ from moh_lm.monitor.ranks import slowest_rank
 from moh_lm.units import listing
 
 WINDOW, ENOUGH = 50, 5
-AGAIN = 10  # intervals without another line after one about a kind of alarm
+AGAIN = 10  # intervals from a line about a kind of alarm to its next one, at least
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
 DRIFT, SLOW_RANK = "gate drift", "slow rank"
 PLACES = {SOURCE: "source", SLOW_RANK: "rank"}  # for kinds that are not about a layer
@@ -202,7 +202,7 @@ def grouped(event, conditions, details, unit):
 class Announcer:
     """Makes lines about alarms for people: one for all of a kind that begin together, and one for those that end.
 
-    After a line a kind is silent for ``AGAIN`` intervals; its next line covers everything that happened meanwhile.
+    The next line about a kind comes ``AGAIN`` intervals later at the earliest, and covers everything since the last one.
     """
 
     def __init__(self):
