@@ -202,7 +202,7 @@ def grouped(event, conditions, details, unit):
 class Announcer:
     """Makes lines about alarms for people: one for all of a kind that begin together, and one for those that end.
 
-    The next line about a kind comes ``AGAIN`` intervals later at the earliest, and covers everything since the last one.
+    The next line about a kind comes at least ``AGAIN`` intervals later, and covers everything since the last one.
     """
 
     def __init__(self):

@@ -1,6 +1,7 @@
 """Runs of another machine give the report that they gave there, and count as trained here."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,30 @@ def test_the_published_runs_are_those_that_the_study_would_train(tmp_path):
         run = recorded.run_named(plan, row["run"])
         assert row["flags"] == recorded.digest(" ".join(run.arguments)), row["run"]
         assert row["step"] == run.iterations
+
+
+def test_the_tables_of_the_history_are_those_of_the_published_runs():
+    root = Path(study.__file__).parents[1]
+    losses = {}  # {(size, arm): {seed: loss}}
+    for row in map(json.loads, (root / "studies/study_runs.jsonl").read_text().splitlines()):
+        size, arm, run = row["run"].split("/")
+        loss = statistics.fmean(row["rows"][-1]["evaluation"].values())
+        losses.setdefault((size, arm), {})[int(run.rpartition("-")[2])] = loss
+
+    def difference(arm, other):
+        values = [losses["s2", arm][seed] - losses["s2", other][seed] for seed in range(1, 6)]
+        half = 2.131847 * statistics.stdev(values) / 5**0.5  # the 95% quantile of Student's t with 4 degrees of freedom
+        return statistics.fmean(values), half
+
+    section = (root / "docs/history/study.md").read_text().partition("## The second start so far")[2]
+    parts = [part.strip().splitlines()[2:] for part in section.split("\n\n") if part.lstrip().startswith("|")]
+    s2, pairs, m2 = [[[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in part] for part in parts]
+    assert (len(s2), len(pairs)) == (12, 11)
+    for arm, _, *given, minus, _ in s2:
+        assert given == [f"{losses['s2', arm][seed]:.4f}" for seed in range(1, 6)], arm
+        pairs += [[arm, "dense", minus]] if minus else []
+    for arm, *given in m2:
+        trained = {seed: f"{loss:.4f}" for seed, loss in losses["m2", arm].items()}
+        assert {seed: loss for seed, loss in enumerate(given, 1) if loss} == trained, arm
+    for arm, other, said in pairs:
+        assert said == "{:+.3f} ± {:.3f}".format(*difference(arm, other)), (arm, other)
