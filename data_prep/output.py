@@ -150,22 +150,26 @@ def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]
     ]
 
 
-def note_replaced(
-    output: Path, sources: Iterable[str], units: list[Unit], doubled: list[Path], known: Iterable[Path] = ()
-):  # fmt: skip
-    """Note which shards of ``sources`` have text that others also have, or soon will: ``doubled``, and what an earlier
-    command noted and this one, with its ``units`` and ``known`` shards, has not settled. A manifest is refused until
-    they are gone."""
-    known = {*known, *(beside(output / unit.source / unit.name, ".json") for unit in units)}
+def noted_shards(output: Path, sources: Iterable[str]) -> list[Path]:
+    """The sidecars that the notes of ``sources`` name. Their text is also in other shards, or soon will be."""
+    notes = [note for name in sources if (note := output / name / REPLACING).exists()]
+    return [note.parent / line for note in notes for line in note.read_text().splitlines()]
+
+
+def note_shards(output: Path, sources: Iterable[str], sidecars: Iterable[Path]):
+    """Write such notes about those of ``sidecars`` that exist. A manifest is refused until they are gone."""
     for name in sources:
         note = output / name / REPLACING
-        earlier = {note.parent / line for line in note.read_text().splitlines()} if note.exists() else set()
-        left = {path for path in earlier - known if path.exists()}
-        left |= {path for path in doubled if path.parent.name == name}
+        left = sorted(path.name for path in sidecars if path.parent.name == name and path.exists())
         if left:
-            publish(note, "".join(f"{path.name}\n" for path in sorted(left)).encode())
+            publish(note, "".join(f"{line}\n" for line in left).encode())
         else:
             note.unlink(missing_ok=True)
+
+
+def is_planned(sidecar: Path, units: list[Unit]) -> bool:
+    """Whether a shard is that of one of ``units``; what else had its text is then known to this command."""
+    return any(unit.source == sidecar.parent.name and unit.name == sidecar.stem for unit in units)
 
 
 def is_unchanged(path: str, size: int, since: float) -> bool:

@@ -32,10 +32,7 @@ def is_remote(path: str) -> bool:
 
 @cache
 def file_system(url: str):
-    """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs, and for a
-    chain of URLs, whose files have no URLs of their own."""
-    if "::" in url:
-        raise ConfigError([f"{url}: a chain of URLs cannot be read; unpack the archive, or give a plain URL"])
+    """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs."""
     try:
         files, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -70,8 +67,11 @@ def read_part(files, path: str, start: int, end: int) -> bytes:
 def remote_files(pattern: str) -> tuple[list[str], list[str]]:
     """The URLs of the files, and the paths of the folders, that match a pattern at a URL.
 
-    Raises ConfigError, and OSError if a server does not tell.
+    Raises ConfigError, also for a chain of URLs, whose files have no URLs of their own, and OSError if a server does
+    not tell.
     """
+    if "::" in pattern:
+        raise ConfigError([f"{pattern}: a chain of URLs cannot be read; unpack the archive, or give a plain URL"])
     files, path = file_system(pattern)
 
     def matches():

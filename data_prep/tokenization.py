@@ -75,7 +75,8 @@ def fill(
         complete = [unit in finished for unit in units if unit.source == name]
         print(plan_line(name, source, complete, left_out), flush=True)
 
-    data_directory.note_replaced(output, sources, units, replaced)
+    noted = data_directory.noted_shards(output, sources)
+    data_directory.note_shards(output, sources, {*noted, *replaced})
     make_shards(units, finished, failures, flags, options)
     absent = classify(units, finished, failures, flags)
     nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
@@ -85,7 +86,8 @@ def fill(
     replaced = [path for path in replaced if path not in kept]
     for path in replaced + nothing:
         path.unlink()  # the sidecar; the sweep removes files without one
-    data_directory.note_replaced(output, sources, units, doubled, known=kept)
+    unsettled = [path for path in noted if path.parent.name in incomplete or not data_directory.is_planned(path, units)]
+    data_directory.note_shards(output, sources, {*doubled, *unsettled})
     sweep(output, sources, failed=[unit for unit in units if unit not in finished])
     try:
         if doubled:

@@ -3,6 +3,7 @@
 import difflib
 import gc
 from contextlib import contextmanager
+from itertools import takewhile
 from os.path import basename
 
 import numpy as np
@@ -217,7 +218,9 @@ class Dataset(TrainingData):
                 began = f"began at sample {before['first_sample']} and would begin at {begins}"
                 return [f"--decay-mix {began}: give the earlier budget and --decay-iters"]
         found = changes(before, state["units"], self.fingerprint(newest), self.state()["units"])
-        began = [segment["first_sample"] for segment in state["segments"]]  # the last at a change in the decay, if any
+        stable = self.fingerprint()["weights"]
+        decay = takewhile(lambda segment: segment["weights"] != stable, reversed(state["segments"]))
+        began = [segment["first_sample"] for segment in decay] or [before["first_sample"]]  # and at allowed changes
         if not found and newest is not self.mixture and newest.first_sample not in began:
             at = f"began at sample {before['first_sample']} and begins at sample {newest.first_sample}"
             found.append(f"--decay-mix {at}")

@@ -130,8 +130,9 @@ def write_manifest(data_dir: str | Path) -> dict:
         name, noted = note.parent.name, note.read_text().splitlines()
         there = [shard for shard in noted if (note.parent / shard).exists()]
         if there:
-            what = f"may have text that newer shards also have; run data_prep/tokenize.py for {name} again"
-            raise ShardError(f"{note.parent / there[0]}: {what}")
+            what = "may have text that newer shards also have"
+            remedy = f"run data_prep/tokenize.py for {name} again, or delete it"
+            raise ShardError(f"{note.parent / there[0]}: {what}; {remedy}")
     sources, inputs, tokenizers = {}, [], {}
     for path in sorted(Path(data_dir).glob("[!.]*/*.json")):
         shard = open_shard(path.with_suffix(""))

@@ -82,7 +82,7 @@ def parameter_groups(named_parameters, config):
     tensor-parallel ranks shards of several sizes. What these ranks hold whole then has groups of its own, so that
     data-parallel ranks cut it at the same places on all of them.
     """
-    groups, uneven = {}, bool(config.model.head_dims) and config.parallel.tensor_parallel_size > 1
+    groups, uneven = {}, config.parallel.tensor_parallel_size > 1 and bool(config.model.head_dims)
     for name, parameter in sorted(named_parameters, key=lambda item: len(item[1].whole_shape) == 1):
         if parameter.requires_grad:
             whole = uneven and parameter.tensor_partition is None

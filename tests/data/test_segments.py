@@ -277,6 +277,8 @@ def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
     changed = opened().state(64)  # --allow-data-change in the decay, at sample 64
     changed["segments"].append(changed["segments"][-1] | {"first_sample": 64, "consumed": {"a": 20, "c": 8}})
     assert opened().changes(changed, 80) == []
+    for begins in (0, 32):
+        assert opened(begins).changes(opened().state(64), 64) != []
     data = DataConfig(str(directory), (("a", "1"),), 0.0, decay_mix=(("d", "1"),))
     with pytest.raises(ConfigError, match="^--decay-mix: no source is named d; the data directory has a, b, c"):
         Dataset.open(data, seq_length=SEQ_LENGTH, seed=1, vocab_size=2**20, decay_begins=48)

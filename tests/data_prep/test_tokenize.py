@@ -346,8 +346,10 @@ def test_a_moved_file_beside_a_damaged_one_is_not_listed_twice(model, tmp_path):
     assert "manifest.json is left as it was" in stderr
     assert (tmp_path / "out/manifest.json").read_bytes() == before
     (tmp_path / "d.jsonl").write_bytes(json_lines(["of another source"]))
-    for source in ("b", "a"):  # nor by a later command, which reads none of these files
-        _, stderr = tokenize(model, tmp_path / "out", f"{source}={tmp_path}/d.jsonl", code=1)
+    later = [(f"{source}={tmp_path}/d.jsonl", {}) for source in "ba"]  # commands that read none of these files
+    later.append((again, {"unit_size": "300K", "text_key": "absent"}))  # and one that finishes none
+    for source, options in later:
+        _, stderr = tokenize(model, tmp_path / "out", source, code=1, **options)
         assert "may have text that newer shards also have; run data_prep/tokenize.py for a again" in stderr
         assert (tmp_path / "out/manifest.json").read_bytes() == before
     (tmp_path / "again/c.jsonl.gz").write_bytes(gzip.compress(json_lines(["other"])))

@@ -133,7 +133,7 @@ def test_the_published_runs_are_those_that_the_study_would_train(tmp_path):
         assert row["step"] == run.iterations
 
 
-def test_the_tables_of_the_history_are_those_of_the_published_runs():
+def test_losses_and_differences_of_the_history_are_those_of_the_published_runs():
     root = Path(study.__file__).parents[1]
     losses = {}  # {(size, arm): {seed: loss}}
     for row in map(json.loads, (root / "studies/study_runs.jsonl").read_text().splitlines()):

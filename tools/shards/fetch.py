@@ -126,7 +126,9 @@ def other_sources(output, manifest):
     try:
         there = read_manifest(output) if (output / "manifest.json").exists() else manifest
     except ShardError as error:
-        raise ShardError(f"{error}, or remove it and run this command again") from error
+        own = {path.parent.name for path in output.glob("[!.]*/*.json")} - manifest["sources"].keys()
+        remedy = "" if own else ", or remove it and run this command again"
+        raise ShardError(f"{error}{remedy}") from error
     for key in ("tokenizer", "cut_fractions"):
         if there[key] != manifest[key]:
             raise ConfigError([f"--output {output}: has shards of another {key}; give another directory"])

@@ -58,7 +58,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     for name, value in values:
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"llama.{name}", value)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"llama.{name}", value)
     if scaling:
         writer.add_rope_scaling_type(scaling)
     if tokenizer:
@@ -101,7 +102,7 @@ def test_a_gguf_file_is_the_model_that_it_was_written_from(imported, tmp_path, t
         tmp_path / "hf", dtype=torch.float16, rope_parameters=BASE_ONLY, tie_word_embeddings=tied,
         num_attention_heads=6, num_key_value_heads=2,
     )  # fmt: skip
-    neutral = [("logit_scale", 1.0), ("expert_count", 0)]
+    neutral = [("logit_scale", 1.0), ("expert_count", 0), ("attention.causal", True)]
     widths = [(f"attention.{name}_length", model.config.head_dim) for name in ("key", "value")]
     absent = {"output.weight"} if tied else ()
     write_gguf(tmp_path / "small.gguf", model, absent=absent, values=[*neutral, *widths])
@@ -135,6 +136,7 @@ def test_the_tokenizer_of_a_gguf_file_gives_the_same_ids(imported, tmp_path):
         ({"scaling": gguf.RopeScalingType.YARN}, "llama.rope.scaling.type 'yarn' would be left out"),
         ({"values": [("logit_scale", 0.5)]}, "llama.logit_scale 0.5 would be left out; import the model in"),
         ({"values": [("attention.sliding_window", 8)]}, "llama.attention.sliding_window 8 would be left out"),
+        ({"values": [("attention.causal", False)]}, "llama.attention.causal False would be left out"),
         ({"turned": 4}, "llama.rope.dimension_count 4: rotates a part of each head"),
     ],
 )

@@ -131,6 +131,9 @@ def test_a_hugging_face_tokenizer_spells_no_new_tokens(imported, tool, tmp_path)
     extend = ("--extend-vocab", 320, "--tokenizer", tokenizer, "--old-tokenizer", old)
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend)
     assert code == 2 and "tokens of Hugging Face are not compared" in errors
+    Path(old).rename(tmp_path / "hf/tokenizer.model")  # the only tokenizer of the model, so no id was compared
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend[:-2])
+    assert code == 2 and "tokens of Hugging Face are not compared" in errors
 
 
 def test_a_hugging_face_tokenizer_is_extended_beside_a_tokenizer_model(imported, tool, tmp_path):

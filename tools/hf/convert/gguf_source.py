@@ -73,7 +73,7 @@ def check(path):
     problems = [
         f"llama.{name} {value!r} would be left out; {OTHERWISE}"
         for name, value in own.items()
-        if not (name in READ or value in NEUTRAL or (name in WIDTHS and value == width))
+        if not (name in READ or neutral(name, value) or (name in WIDTHS and value == width))
     ]
     queries = next((int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "blk.0.attn_q.weight"), None)
     if width and heads and queries not in (None, heads * width):
@@ -91,6 +91,13 @@ def check(path):
         except NotImplementedError:
             problems.append(f"has weights of the type {kind.name}, which cannot be read; use a Q8_0 or F16 file")
     raise_any([f"--model {path}: {problem}" for problem in problems])
+
+
+def neutral(name, value):
+    """Whether a value of a key that transformers ignores changes nothing in a Llama."""
+    if isinstance(value, bool):
+        return value == (name == "attention.causal")
+    return value in NEUTRAL
 
 
 def write_config(path, directory):

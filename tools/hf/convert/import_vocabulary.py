@@ -88,15 +88,15 @@ def tokens_of(path, vocab_size):
         return vocab_size
 
 
-def spelled(old, new, num_tokens, vocab_size, is_given=False):
-    """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``; {} if one has
-    Hugging Face's form and the other was not given, but lies beside the model's.
+def spelled(old, new, num_tokens, vocab_size, is_compared=False):
+    """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``.
 
-    Raises ConfigError unless all ids of ``old`` mean the same in ``new``.
+    Raises ConfigError unless all ids of ``old`` mean the same in ``new``. is_compared: the ids of Hugging Face's form
+    were compared with the model's in that form. Then there is no spelling in it, {}.
     """
     old, new = (next(iter(model_files(path).values())) for path in (old, new))
     if ".json" in (old.suffix, new.suffix):
-        if not is_given:
+        if is_compared:
             return {}
         remedy = "give one in the form of tokenizer.model, or leave the flag out"
         raise ConfigError([f"--tokenizer {new}: tokens of Hugging Face are not compared with those of {old}; {remedy}"])
@@ -146,11 +146,11 @@ def refuse_other_ids(old, new, before, now):
 
 
 def pieces_by_id(file):
-    """Return {id: piece} of a tokenizer.json. Raises ConfigError."""
+    """Return {id: piece} of a tokenizer.json without added tokens, whose names may change. Raises ConfigError."""
     import tokenizers
 
     try:
-        vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+        vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
     except Exception as error:  # it raises nothing more special
         raise ConfigError([f"{file}: cannot be read ({error}); fix it, or remove it"]) from error
     return {index: piece for piece, index in vocabulary.items()}
@@ -170,7 +170,8 @@ def find_tokenizers(arguments, vocab_size):
     if new:
         contents, own = read_tokenizer(new, vocab_size, named), arguments.model / TOKENIZER_FILES[1]
         if TOKENIZER_FILES[1] in contents and own.is_file():
-            refuse_other_ids(own, new, pieces_by_id(own), pieces_by_id(model_files(new)[TOKENIZER_FILES[1]]))
+            before, now = pieces_by_id(own), pieces_by_id(model_files(new)[TOKENIZER_FILES[1]])
+            refuse_other_ids(own, new, {index: before[index] for index in before.keys() & now.keys()}, now)
         return old, new, contents
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
     return old, new, {path.name: without_code(path) for path in kept}
