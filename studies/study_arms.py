@@ -23,7 +23,9 @@ GROUPS = f"{SIGMOID} --routing-unit head_in_group"
 MHA = "--num-key-value-heads {all}"
 OWN_KEYS = f"{SIGMOID} {MHA} --routed-keys selected"
 HALF, MOST, QUARTER = (f"--num-attention-heads {{{share}}}" for share in ("half", "three_quarters", "quarter"))
-VARIANTS = (  # heads that are always on, and heads chosen for each token, in eighths; rules name the first two tiers
+# The columns are heads that are always on, and heads chosen for each token, in eighths. Rules name those of the first
+# two tiers, except paper_gated-50.
+VARIANTS = (
     Variant("dense", None),
     Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model with half of the query heads
     Variant("sigmoid-50", 2, 2, SIGMOID),
@@ -31,12 +33,14 @@ VARIANTS = (  # heads that are always on, and heads chosen for each token, in ei
     Variant("dense-half", None, tier=2, tokens=0.5),
     Variant("dense-double", None, tier=2, tokens=2),
     Variant("paper-50", 2, 2, PAPER, tier=2),
+    Variant("paper_gated-50", 2, 2, f"{PAPER} {HALF}", tier=2),  # all heads of a model with half of them
     Variant("paper_scaled-50", 2, 2, SCALED, tier=2),
     Variant("released-50", 2, 2, RELEASED, tier=2),
     Variant("groups_shared-50", 2, 2, GROUPS, tier=2),
     Variant("gated-75", None, 0, f"{GATED} {MOST}", tier=2),
     Variant("sigmoid-75", 4, 2, SIGMOID, tier=2),
     Variant("gated", None, 0, GATED, tier=3),
+    Variant("paper_gated", 4, 4, PAPER, tier=3),
     Variant("fewer-50", None, 0, HALF, tier=3),
     Variant("bias-50", 2, 2, f"{SIGMOID} {BIAS}", tier=3),
     Variant("paper-75", 4, 2, PAPER, tier=3),
@@ -60,6 +64,9 @@ QUESTIONS = (
     ("groups_shared-50", "groups-50", "a shared head in every group"),
     ("groups_shared-50", "sigmoid-50", "as many shared and chosen heads, in every group or anywhere"),
     ("paper-50", "sigmoid-50", "the paper's gates, or the default"),
+    ("paper-50", "paper_gated-50", "does choosing heads add to the paper's gates?"),
+    ("paper_gated-50", "gated-50", "the paper's gates without a choice, or the default's"),
+    ("paper_gated", "dense", "what the paper's gates do to all heads"),
     ("paper_scaled-50", "sigmoid-50", "the paper's gates, beginning at 1, or the default"),
     ("released-50", "sigmoid-50", "the authors' code, or the default"),
     ("paper-75", "sigmoid-75", "the paper's gates with three quarters"),
