@@ -29,10 +29,12 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -116,7 +118,9 @@ def run_part(part, command, options, deadline):
     started, lines = time.monotonic(), queue.SimpleQueue()
     with (
         options.output.open("a", encoding="utf-8") as rows,
-        subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as process,
     ):
 
         def note(**row):
@@ -130,8 +134,10 @@ def run_part(part, command, options, deadline):
                 if line.strip():
                     note(line=line.rstrip())
         except queue.Empty:
-            process.kill()
             print(f"{part}: stopped at the end of its minutes", flush=True)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it may have started
         code, words = process.wait(), [Path(command[1]).name, *command[2:]]
         note(command=words, seconds=round(time.monotonic() - started, 1), code=code)
 

@@ -106,7 +106,8 @@ def compare(arguments, length, device):
             taken = seconds(lambda step=step, tokens=tokens, found=found: found.append(step(tokens)), device, repeats=1)
             losses[name] = found[0].item()
             if device.type == "cuda":
-                memory[name] = (own[name] + torch.cuda.max_memory_allocated() - before) / 2**30
+                peak = (own[name] + torch.cuda.max_memory_allocated() - before) / 2**30
+                memory[name] = max(memory.get(name, 0), peak)  # a replayed graph allocates nothing
             own[name] += allocated(device) - before  # the first step makes the moments
             times[name].append(taken)
             print(f"round {round}, {name}: {taken[0]:.3f} s, loss {losses[name]:.3f}", file=sys.stderr, flush=True)

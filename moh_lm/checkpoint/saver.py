@@ -59,8 +59,8 @@ class Saver:
 
     keep_last: number of newest intact steps to keep; 0 keeps all. keep_every: steps divisible by it are kept forever;
     0: none. background: write while training continues. verified: steps known to be intact. on_saved: called on rank 0
-    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. on_failed: called with the problems of a
-    save after which the run continues. progress: called while files are written.
+    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. on_failed: called with the step and problems
+    of a save after which the run continues. progress: called while files are written.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Saver:
         of the SentencePiece model, or None. Raises CheckpointError and then leaves earlier steps untouched.
         """
         self.collect()
-        self.started = time.perf_counter()
+        self.step, self.started = step, time.perf_counter()
         fragments = [fragment for fragment in fragments if not fragment.is_copy]
         self.refuse(NonFiniteState, not_finite(step, fragments))
         temporary, need = self.directory / f"step-{step}.tmp", needed_bytes(fragments, tokenizer)
@@ -127,7 +127,7 @@ class Saver:
             if self.failed:
                 raise
             self.failed = True
-            self.on_failed(error.problems)
+            self.on_failed(self.step, error.problems)
 
     def finish(self):
         """Wait for the files of all ranks and publish the step. Returns its directory, or None if there is none."""
@@ -173,19 +173,30 @@ class Saver:
             if os.path.lexists(final):  # written by another program
                 set_aside(final)
             temporary.rename(final)
+        except OSError as error:
+            return [describe_failure(error, temporary, sum(entry["bytes"] for entry in entries.values()))]
+        try:  # the step is complete; a start repairs ``latest``
             flush(final.parent)
             point_latest(final)
         except OSError as error:
-            return [describe_failure(error, temporary, sum(entry["bytes"] for entry in entries.values()))]
+            problem = f"{error.filename or final.parent}: {error.strerror}"
+            print(f"{problem}; {final} is complete", file=sys.stderr, flush=True)
         self.verified.add(step_number(final))
         self.remove()
         return []
 
     def remove(self):
         """Remove the old steps in the background."""
-        steps, doomed = list_steps(self.directory), []
+        doomed = []
+        try:
+            steps = list_steps(self.directory)
+        except OSError as error:
+            print(f"{self.directory}: cannot be listed ({error.strerror}); old steps stay", file=sys.stderr, flush=True)
+            return
         if self.keep_last and not self.counted:  # what earlier starts have saved
-            self.verified.update(step_number(step) for step in steps if step_number(step) and is_whole(step))
+            for step in steps:
+                self.verified.update([step_number(step)] if step_number(step) and is_whole(step) else [])
+                self.progress()
             self.counted = True
         numbers = [step_number(step) for step in steps]
         for number in outdated(numbers, self.verified, self.keep_last, self.keep_every):
@@ -208,7 +219,7 @@ class Saver:
                     f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
                     "make room, or keep fewer steps with --keep-last"
                 ]
-            temporary.mkdir(parents=True)
+            temporary.mkdir()  # without parents: a run directory that was moved is not made again elsewhere
         except OSError as error:
             return [describe_failure(error, temporary, need)]
         return []

@@ -6,6 +6,8 @@ import os
 import shutil
 from contextlib import suppress
 
+import torch
+
 from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below, between
 from moh_lm.config import FUSED, OptimizerConfig, RunConfig, flag
@@ -228,6 +230,8 @@ def backend_problems(config, on_gpu):
         found.append(f"{given}: --position cope needs all scores; choose dense, or auto, which is dense in its layers")
     if backend == "cpu_sparse" and on_gpu:
         found.append(f"{given}: is for machines without a GPU; choose auto")
+    if backend == "triton" and on_gpu and torch.version.hip:
+        found.append(f"{given}: its kernels do not compile on AMD GPUs; choose auto")
     if backend == "triton" and not on_gpu:
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]

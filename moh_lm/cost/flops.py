@@ -29,6 +29,11 @@ def flops_per_token(model, seq_length, measured=None):
     }
 
 
+def computed_share(optimizer):
+    """Return the FLOPs of a step over those of one that trains all weights; frozen matrices have no gradients."""
+    return 1 if optimizer.train_only == "all" else 2 / (1 + BACKWARD)
+
+
 def block_matrices(model):
     """Yield the matrices that Muon updates: (model with the heads of the layer, name in the layer, weight on meta)."""
     with torch.device("meta"):

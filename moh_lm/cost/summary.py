@@ -9,7 +9,7 @@ from moh_lm.build import layer_backends
 from moh_lm.config import BUDGETS, walk
 from moh_lm.cost import description
 from moh_lm.cost.devices import Machine, known_device
-from moh_lm.cost.flops import flops_per_token, peak_flops
+from moh_lm.cost.flops import computed_share, flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, step_seconds
 from moh_lm.kernels.choose import head_time, is_estimated, measured_ratio
@@ -212,7 +212,8 @@ def memory_warnings(config, world_size, device=None):
 
 def describe_flops(config):
     """Return the FLOPs of training per token and for the run; see ``flops_per_token``."""
-    flops, run = flops_per_token(config.model, config.run.seq_length), config.run
+    run, share = config.run, computed_share(config.optimizer)
+    flops = {kind: share * found for kind, found in flops_per_token(config.model, run.seq_length).items()}
     most = "" if config.model.heads.routing_top_p is None else "at most "
     dense, active = (f"{flops[kind]:.3e}" for kind in ("dense", "active"))
     tokens = config.tokens_after(run.train_iters or 0)

@@ -49,7 +49,8 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
         raise RuntimeError("attention backend triton: cannot leave out keys of a cache; choose auto or dense")
     backend = backend if added is None else "dense"
     if backend == "auto" and query.is_cuda:
-        able = triton_decode is not None and torch.cuda.get_device_capability(query.device) >= CAPABILITY
+        nvidia = triton_decode is not None and torch.version.hip is None
+        able = nvidia and torch.cuda.get_device_capability(query.device) >= CAPABILITY
         backend = "triton" if able and used is None and worth_a_kernel(keys, gates) else "dense"
     if backend == "triton":
         if triton_decode is None:

@@ -218,6 +218,11 @@ class Announcer:
         self.silent |= dict.fromkeys(due, AGAIN)
         return [line for kind in due for line in announced(kind, self.waiting.pop(kind))]
 
+    def rest(self):
+        """Return the lines that still wait, when no interval follows."""
+        waiting, self.waiting = self.waiting, {}
+        return [line for kind, facts in waiting.items() for line in announced(kind, facts)]
+
 
 def announced(kind, waiting):
     """Return lines for the ``waiting`` facts: one for alarms that begin and one for those that end, in time order."""

@@ -38,10 +38,10 @@ class RunLog:
         self.started = time.perf_counter()
         self.step_width = 2 * len(str(self.train_iters)) + 1
         self.printed = 0
-        write_json(Path(directory) / "config.json", config.to_dict())
         paths = [Path(directory) / name for name in ("metrics.jsonl", "samples.jsonl")]
         for path in paths:
             keep_rows(path, first_step)
+        write_json(Path(directory) / "config.json", config.to_dict())  # after old rows: its save interval judges them
         self.rows, self.sample_rows = map(Rows, paths)
         self.writers = Writers(directory, first_step, config.run.wandb, config.to_dict())
 

@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 
-from moh_lm.cost.flops import peak_flops
+from moh_lm.cost.flops import computed_share, peak_flops
 from moh_lm.monitor.accumulator import ratio
 from moh_lm.monitor.events import complete_rows, row_of
 from moh_lm.monitor.ranks import slowest_rank
@@ -58,8 +58,8 @@ def utilization(config, model, length, tokens_per_second, world_size, device, fi
     if peak is None:
         return {}
     active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
-    found = flops(model, length, active)
-    return {kind: value * tokens_per_second / (peak * world_size) for kind, value in found.items()}
+    found, share = flops(model, length, active), computed_share(config.optimizer)
+    return {kind: value * share * tokens_per_second / (peak * world_size) for kind, value in found.items()}
 
 
 def bits_per_byte(losses, bytes_per_token):

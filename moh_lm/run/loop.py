@@ -7,11 +7,13 @@
 
 import math
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint.saver import NonFiniteState, Saver, check_space
+from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, check_space
 from moh_lm.cost.summary import describe_switch
 from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT, Alarms, Announcer
@@ -34,7 +36,8 @@ from moh_lm.training.incidents import report
 from moh_lm.training.schedule import learning_rate
 
 START = 300  # seconds for imports, for building the engine, and for compiling kernels, besides --hang-timeout
-STOP_S = 300  # seconds that a run that was asked to stop waits for commands of --after-save: Slurm gives 600 in all
+STOP_S = 300  # seconds that a run which was asked to stop waits for commands of --after-save: Slurm gives 600 in all
+STOP_REPORT_S = 120  # seconds that its report may read rows
 REPORT = 3600  # seconds for the report of the run, for which all ranks wait, besides --hang-timeout
 
 
@@ -51,9 +54,13 @@ def run_steps(task, config, dataset, device, stop, watchdog):
         log_rank0(f"the run is complete: {run.state.step} of {iterations} steps are in {where}{more}")
         return True
     run.prepare()
-    while not run.complete() and not run.stopping:
-        run.step()
-    run.close()
+    try:
+        while not run.complete() and not run.stopping:
+            run.step()
+        run.close()
+    except (CheckpointError, BadNumbers):
+        run.while_others_wait(run.end_after_save)
+        raise
     return run.complete()
 
 
@@ -134,9 +141,9 @@ class Run:
         self.event_log.add("saved", step, f"saved {path}", **facts)
         self.after_save.add(step, path)
 
-    def save_failed(self, problems):
-        """Record that a checkpoint could not be written; the next save tries again."""
-        self.event_log.add("save failed", self.state.step, "\n".join(problems))
+    def save_failed(self, step, problems):
+        """Record that the checkpoint of ``step`` could not be written; the next save tries again."""
+        self.event_log.add("save failed", step, "\n".join(problems), problems=problems)
 
     def step(self):
         """Run one iteration, and the log line, evaluation and checkpoint that are due after it."""
@@ -173,9 +180,18 @@ class Run:
     def failed(self):
         """Record that the run cannot go on. What it died of is printed when the rank ends."""
         self.event_log.add("failed", self.state.step)
+        self.tell_alarms()
+        self.while_others_wait(self.report)
+
+    def while_others_wait(self, work):
+        """Run ``work`` on rank 0; the others wait, because a rank that had left would be named as the cause."""
         self.watchdog.progress(seconds=REPORT)
         self.watchdog.limit_groups(REPORT)
-        on_rank_zero(self.report)  # the others wait, because a rank that had left would be named as the cause
+        on_rank_zero(work)
+
+    def end_after_save(self, most=STOP_S):
+        """Wait for commands of --after-save, ``most`` seconds at most."""
+        self.after_save.close(self.watchdog.progress, most)
 
     def flags(self):
         """Return whether this rank was asked to stop, and whether it is still writing a checkpoint."""
@@ -207,7 +223,8 @@ class Run:
                 bad_sources = report(self.engine, self.loader, batches, self.event_log, state.step, result)
             self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)
         except BadNumbers as error:
-            self.saver.collect()
+            with suppress(CheckpointError):  # the bad numbers are the reason why the run ends
+                self.saver.collect()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
             self.failed()
             raise BadNumbers(text) from error
@@ -246,9 +263,10 @@ class Run:
         self.profile.close()
         self.saver.close()
         self.watchdog.limit_groups(self.after_save.patience + REPORT)  # as they exit, the others wait for rank 0
-        self.after_save.close(self.watchdog.progress, STOP_S if self.stopping else math.inf)
+        self.end_after_save(STOP_S if self.stopping else math.inf)
         self.loader.close()
         self.engine.close()
+        self.tell_alarms()
         if self.log:
             self.log.close()
         step, run = self.state.step, self.config.run
@@ -263,7 +281,20 @@ class Run:
     def report(self):
         """Write the run report unless --run-report is false."""
         if self.log and self.config.run.run_report:
-            report_run(self.config.run.checkpoint_dir, type(self.config), self.watchdog.progress)
+            begun = time.monotonic()
+            report_run(self.config.run.checkpoint_dir, type(self.config), partial(self.reporting, begun))
+
+    def reporting(self, begun):
+        """Note that the report, ``begun`` at this time, has read a row. Raises TimeoutError if a stop cannot wait."""
+        self.watchdog.progress()
+        if self.stopping and time.monotonic() - begun > STOP_REPORT_S:
+            raise TimeoutError(f"it takes longer than {STOP_REPORT_S} s; tools/run_report.py writes it")
+
+    def tell_alarms(self):
+        """Log the lines about alarms that still wait for others of their kind."""
+        if self.log:
+            for line in self.announcer.rest():
+                self.log.alarm(self.state.step, line)
 
 
 def due(step, interval):

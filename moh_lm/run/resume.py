@@ -35,7 +35,8 @@ SPEED = (  # fields that change how many tokens a device computes in a second
     "compile", "fused_loss", "fused_router", "fused_projections", "cuda_graph", "attention_backend", "head_selection",
     "train_only", "optimizer", "workers",
 )  # fmt: skip
-LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest)\.tmp-\d+")  # of a killed start
+# Of a killed start.
+LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest|report\.html)\.tmp-\d+")
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
 SCALED = (  # how a language model whose gates are far from 1 loses its routers
     "tools/export_hf.py, then tools/import_hf.py --head-selection all --allow-routing-change scale the projections by "
@@ -321,6 +322,8 @@ def trace_of_checkpoints(directory, event_log):
     remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []
     if remains:
         return f"{remains[0]}: is all that is left of the run's checkpoints"
+    if event_log.last("save failed"):  # the first saves, so nothing is missing
+        return None
     run = Path(directory).parent
     logged, interval = last_step(run / "metrics.jsonl"), saved_every(run / "config.json")
     if interval and logged > 2 * interval:  # the second save waited for the first

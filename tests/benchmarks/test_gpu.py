@@ -1,6 +1,7 @@
 """The program that measures a GPU in some minutes: its parts, its file, and what it does when it is run again."""
 
 import json
+import time
 
 import pytest
 
@@ -53,6 +54,14 @@ def test_rows_of_a_part_that_is_stopped_stay(measure, capsys):
     rows = measure({"endless": "import time; print('a row'); time.sleep(600)", "never": "print('b')"}, minutes="0.1")
     assert [row.get("line") for row in rows] == ["a row", None] and rows[-1]["code"] != 0
     assert "never: no time is left; the same command resumes here" in capsys.readouterr().out
+
+
+def test_a_part_that_is_stopped_leaves_no_process(measure, tmp_path):
+    """A compiler that it has started holds its output, and the program would wait for it."""
+    text = f"import subprocess; subprocess.run(['sh', '-c', 'echo begun; sleep 60; touch {tmp_path}/ended'])"
+    begun = time.monotonic()
+    rows = measure({"compiles": text}, minutes="0.1")
+    assert rows[0]["line"] == "begun" and time.monotonic() - begun < 40
 
 
 def test_rows_become_a_table_of_each_part(tmp_path):

@@ -161,6 +161,7 @@ def save_beside_a_link(directory, elsewhere):
 def test_removing_a_link_keeps_the_step_that_it_points_to(tmp_path):
     """Under its own name, and as the leftover of a removal that was cut short."""
     steps, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    steps.mkdir()
     run_ranks(save_beside_a_link, 1, steps, elsewhere)
     assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4"]
     (steps / "step-3.old.tmp").symlink_to(elsewhere)
@@ -231,7 +232,7 @@ def test_a_run_tries_again_after_a_failed_background_save(data_dir, tmp_path):
     (problem,), = run_ranks(save_with_a_limit, 1, flags, 1000, 0, [2, 4, 5])  # two in a row end it
     assert "step-5.tmp/rank-0.safetensors: file too large" in problem
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-1", "step-3"}
-    assert [event["step"] for event in events(tmp_path, "save failed")] == [3, 5]
+    assert [event["step"] for event in events(tmp_path, "save failed")] == [2, 4]
 
 
 def save_without_room(flags, steps):
@@ -254,7 +255,62 @@ def test_a_full_disk_ends_no_run_before_its_last_save(data_dir, tmp_path):
     (problem,), = run_ranks(save_without_room, 1, flags, [1, 3])
     assert "step-3.tmp: no space left on device: the checkpoint takes " in problem
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-2"}
-    assert [event["step"] for event in events(tmp_path, "save failed")] == [2]
+    assert [event["step"] for event in events(tmp_path, "save failed")] == [1]
+
+
+def test_a_run_that_can_save_no_more_still_copies_what_it_has_saved(data_dir, tmp_path):
+    copies = tmp_path / "copies"
+    flags = ("--save-interval", "1", "--train-iters", "4", "--after-save", f"sleep 0.5; echo {{path}} >> {copies}")
+    (problem,), other = run_ranks(save_without_room, 2, arguments(data_dir, tmp_path / "run", *flags), [3, 4])
+    assert problem == other[0] and "step-4.tmp: no space left" in problem
+    steps = [tmp_path / "run" / "checkpoints" / f"step-{step}" for step in (1, 2)]
+    assert copies.read_text().split() == [str(step) for step in steps]
+
+
+def save_through_errors(directory, name, error):
+    """Save two steps. After the second is in its place, ``name`` of the module fails with ``error``."""
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
+    saved = []
+    writer = Saver(directory, keep_last=1, on_saved=lambda step, *_: saved.append(step))
+    writer.save(1, [fragment], Config(), {}, None)
+    found = getattr(saver, name)
+
+    def failing(path):
+        if (directory / "step-2").exists():
+            raise error
+        return found(path)
+
+    setattr(saver, name, failing)
+    writer.save(2, [fragment], Config(), {}, None)
+    writer.close()
+    return saved
+
+
+@pytest.mark.parametrize("name", ["list_steps", "point_latest", "flush"])
+def test_a_step_in_its_place_is_saved_whatever_follows(tmp_path, name):
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(tmp_path))
+    assert run_ranks(save_through_errors, 1, tmp_path, name, stale) == [[1, 2]]
+    assert verify(tmp_path / "step-2") == [] and (tmp_path / "step-1").exists() == (name == "list_steps")
+
+
+def save_in_a_run_that_moves(directory):
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
+    failed = []
+    writer = Saver(directory, background=True, on_failed=lambda *facts: failed.append(facts))
+    writer.save(1, [fragment], Config(), {}, None)
+    writer.collect()
+    directory.rename(directory.with_name("moved"))
+    writer.save(2, [fragment], Config(), {}, None)
+    writer.collect()
+    return failed
+
+
+def test_a_run_directory_that_was_moved_is_not_made_again(tmp_path):
+    """The lock of the run is where it moved to, and nothing keeps another run from the old place."""
+    (tmp_path / "run").mkdir()
+    (((step, (problem,)),),) = run_ranks(save_in_a_run_that_moves, 1, tmp_path / "run")
+    assert step == 2 and f"{tmp_path}/run/step-2.tmp: no such file or directory" in problem
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
 
 def test_a_file_system_that_is_away_is_said_to_be(tmp_path, monkeypatch):

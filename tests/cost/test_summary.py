@@ -8,11 +8,13 @@ import types
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from moh_lm import pretrain
+from moh_lm.build import build_model
 from moh_lm.cost.description import describe_heads
 from moh_lm.cost.devices import Machine
-from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.flops import computed_share, flops_per_token
 from moh_lm.cost.memory import memory_estimate
 from moh_lm.cost.summary import describe_attention, describe_configuration, describe_gain, memory_warnings
 from moh_lm.cost.time import against_dense
@@ -207,3 +209,22 @@ def test_heads_of_many_layers_are_ranges():
     model = parse_config([*flags.split(), *["4"] * 20, *["2"] * 3, "6"])[0].model
     ranges = "layers 0-19: 4 shared, 2 of 4 routed; 20-22: 2 shared, 2 of 6 routed; 23: 6 shared, 2 of 2 routed"
     assert describe_heads(model) == f"{ranges}; 72.9% of the heads per token; routing sigmoid"
+
+
+def test_a_step_that_trains_routers_only_multiplies_two_thirds_as_much():
+    words = "--num-layers 6 --hidden-size 256 --intermediate-size 512 --num-attention-heads 4 --vocab-size 128"
+    counted = {}
+    for only in ("all", "router"):
+        given = f"{words} --seq-length 32 --train-only {only} --train-iters 9 --data-dir d --checkpoint-dir r"
+        config, _ = parse_config(given.split())
+        model = build_model(config.model)
+        model.initialize(1)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(only == "all" or ".router." in name)
+        tokens = torch.arange(64).reshape(2, 32)
+        with FlopCounterMode(display=False) as counter:
+            model.batch.begin(False, 1)
+            model.batch.feed([None], [None])
+            model(tokens, tokens)[0].mean().backward()
+        counted[only] = counter.get_total_flops() / computed_share(config.optimizer)
+    assert counted["router"] == pytest.approx(counted["all"], rel=0.03)

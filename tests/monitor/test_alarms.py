@@ -226,6 +226,7 @@ def test_alarms_of_a_kind_are_one_line_and_then_wait_their_turn():
     told = ["alarm over: routing collapse in layer 3: head 3"]
     told.append("alarm: routing collapse in layers 28, 29: for example head 29 (layer 29)")
     assert announcer.lines([]) == told and announcer.lines([]) == []
+    assert announcer.lines([over]) == [] and announcer.rest() == told[:1] and announcer.rest() == []
 
 
 def test_thresholds_that_fire_in_a_healthy_run_are_refused(data_dir, tmp_path):

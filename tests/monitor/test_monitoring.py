@@ -324,6 +324,14 @@ def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
     assert rows(tmp_path) == [{"step": 1, "grad_norm": None, "source_loss": {"a": None, "b": 1.5}}]
 
 
+def test_rows_are_cut_before_the_new_configuration_is_written(tmp_path, monkeypatch):
+    """Else a start that dies between the two leaves old rows beside a save interval that they contradict."""
+    monkeypatch.setattr("moh_lm.monitor.log.keep_rows", Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        RunLog(tmp_path, 0, Config())
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_an_event_is_recorded_before_it_is_printed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=Mock(side_effect=BrokenPipeError)))
     with pytest.raises(BrokenPipeError):

@@ -119,6 +119,17 @@ def test_tokens_count_both_lengths_after_a_resume_changed_it(runs, tmp_path):
     assert dict(tables.summary(RunRecord(tmp_path / "run")))["tokens"] == "4M of 12M"
 
 
+def test_a_start_without_a_checkpoint_undoes_what_was_before(runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "run")
+    with open(tmp_path / "run" / "events.jsonl", "w") as file:
+        for step, event in ((0, "started"), (35, "skipped"), (1200, "failed"), (0, "started"), (35, "skipped")):
+            facts = {"device": "cpu", "ranks": 1, "versions": {}} if event == "started" else {}
+            file.write(json.dumps({"time": "2026-01-01T00:00:00Z", "event": event, "step": step, **facts}) + "\n")
+    record = RunRecord(tmp_path / "run")
+    assert record.state.startswith("at step 1,000 of 100,000; it is still running")
+    assert [event["event"] for event in record.standing_events()] == ["started", "started", "skipped"]
+
+
 def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     more = [("skipped", 901), ("skipped", 990), ("resumed", 900), ("skipped", 950), ("skipped", 951)]

@@ -43,6 +43,7 @@ def fail(number, path=None):
 def find_with_errors(run):
     """[problems] of ``sound_step`` on this rank, with one error after the other; what it finds without."""
     checkpoints, event_log = run / "checkpoints", EventLog(run, writes=dist.get_rank() == 0)
+    checkpoints.mkdir(exist_ok=True)
     writer = Saver(checkpoints)
     fragment = Fragment("w", make_parameter((4, 4)), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
     for step in (1, 2):
@@ -118,6 +119,18 @@ def test_a_run_with_only_tensorboard_left_is_not_a_new_one(tmp_path):
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-9])  # a crash has cut off the only row
     assert trace_of_checkpoints(checkpoints, event_log) is None
+
+
+def test_a_run_whose_first_saves_failed_starts_again(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"save_interval": 5}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 15, "loss": 3.0}\n')
+    event_log = EventLog(tmp_path, writes=True)
+    trace = trace_of_checkpoints(tmp_path / "checkpoints", event_log)
+    assert trace.endswith("empty, although metrics.jsonl reaches step 15 and saves were due every 5")
+    event_log.add("save failed", 5)
+    assert trace_of_checkpoints(tmp_path / "checkpoints", event_log) is None
+    event_log.add("saved", 10)
+    assert "step 10 was saved" in trace_of_checkpoints(tmp_path / "checkpoints", event_log)
 
 
 def test_another_micro_batch_of_a_balance_loss_is_recorded(data_dir, tmp_path):

@@ -17,6 +17,8 @@ from moh_lm.units import rounded
 
 POINTS = 400
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # errors of a malformed row
+UNREAD = ("source_load", "source_gate_rms")  # of a row's heads
+STARTS = ("resumed", "started")  # events after which later steps of earlier starts no longer count
 HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load (1: all heads are used alike)",
     "unused": "Share of unused heads",
@@ -66,6 +68,9 @@ class RunRecord:
         """Return the rows of a file that have a step and for which ``check`` raises none of ``ODD``."""
         found = []
         for _, row in complete_rows(self.directory / name):
+            if isinstance(heads := row.get("heads"), dict):
+                for key in UNREAD:  # three quarters of a row
+                    heads.pop(key, None)
             found.append(row)
             self.progress()
         kept = [row for row in found if type(row["step"]) is int and 0 <= row["step"] < 2**40 and takes(check, row)]
@@ -92,11 +97,11 @@ class RunRecord:
     @property
     def state(self):
         """Return a text that says how the run ended."""
-        turns = [event for event in self.events if event["event"] in ("complete", "stopped", "failed", "resumed")]
+        turns = [event for event in self.events if event["event"] in ("complete", "stopped", "failed", *STARTS)]
         last, of = turns[-1] if turns else None, self.config.run.train_iters
-        if self.step >= of and (last is None or last["event"] == "resumed"):  # the same command was run again
+        if self.step >= of and (last is None or last["event"] in STARTS):  # the same command was run again
             return f"complete after step {self.step:,} of {of:,}"
-        if last is None or last["event"] == "resumed" or last["step"] < self.step:
+        if last is None or last["event"] in STARTS or last["step"] < self.step:
             return f"at step {self.step:,} of {of:,}; it is still running, or was killed"
         return f"{last['event']} after step {last['step']:,} of {of:,}"
 
@@ -114,13 +119,13 @@ class RunRecord:
         return row["tokens"] - self.config.tokens_after(row["step"]) + self.config.tokens_after(first["step"])
 
     def standing_events(self):
-        """Return the events, without those of steps that a later resume undid."""
-        standing, resumed = [], math.inf
+        """Return the events, without those of steps that a later start undid."""
+        standing, first = [], math.inf
         for event in reversed(self.events):
-            if event["step"] <= resumed:
+            if event["step"] <= first:
                 standing.append(event)
-            if event["event"] == "resumed":
-                resumed = min(resumed, event["step"])
+            if event["event"] in STARTS:
+                first = min(first, event["step"])
         return standing[::-1]
 
     def command(self):
