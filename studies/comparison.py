@@ -203,7 +203,7 @@ class Comparison:
 
     def speed(self, size):
         """Tokens per second of the dense model, which ``times.measure`` has measured."""
-        return 1 / times.seconds(times.short_run(self, size, self.table.variants[0], 1).directory)
+        return 1 / times.dense_seconds(self, size)
 
     def likely_run(self, trial):
         """Return the run of a trial; until its form is tuned, the run with the factor 1."""

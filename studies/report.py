@@ -21,7 +21,8 @@ from studies.times import read_times
 
 def write(out, table):
     """Write OUT/REPORT.md, its pictures, and OUT/runs.jsonl. table: a ``Table``."""
-    found, left_out = read_runs(out / "runs", table)
+    found, diverged = read_runs(out / "runs", table)
+    left_out = {size: [f"{name}, seed {seed}: diverged" for name, seed in runs] for size, runs in diverged.items()}
     forms = {variant.name: variant.form for variant in table.variants}
     tuned = tuning_losses(found.get(table.sizes[0].name, {}))
     of_form = {forms[name]: losses for name, losses in reversed(tuned.items())}  # the first variant of a form is tuned
@@ -30,7 +31,7 @@ def write(out, table):
     sizes = {size: variants for size, variants in sizes.items() if variants}
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
     times = {size: read_times(out, size, DENSE) for size in sizes}
-    text = markdown(sizes, factors, table, tuned, left_out, times)
+    text = markdown(sizes, factors, table, tuned, left_out, times, diverged)
     publish_own(out, {"REPORT.md": text.encode(), "runs.jsonl": recorded(out, table)})
     print(text)
     draw(out, sizes, times)
@@ -39,7 +40,7 @@ def write(out, table):
 def read_runs(directory, table):
     """Return {size: {variant: {learning rate factor: {seed: run}}}} of complete runs, in the order of the table.
 
-    Also returns {size: [words about a run that diverged]}, without tuning runs.
+    Also returns {size: [(variant, seed) of a run that diverged]}, without tuning runs.
     """
     found, diverged = {}, {}
     for size in table.sizes:
@@ -51,7 +52,7 @@ def read_runs(directory, table):
                     factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
                     factors.setdefault(factor, {})[seed] = run
                 elif seed != TUNING_SEED and results.has_diverged(path.parent):
-                    diverged.setdefault(size.name, []).append(f"{variant.name}, seed {seed}: diverged")
+                    diverged.setdefault(size.name, []).append((variant.name, seed))
     return found, diverged
 
 
@@ -100,13 +101,13 @@ def tuning_losses(variants):
     return {name: losses for name, losses in found.items() if losses}
 
 
-def markdown(sizes, factors, table, tuned, left_out, times):
-    """The whole report. sizes: {size: {variant: {seed: run}}}. factors, times: by size."""
+def markdown(sizes, factors, table, tuned, left_out, times, diverged):
+    """The whole report. sizes: {size: {variant: {seed: run}}}. factors, times: by size. diverged: see ``read_runs``."""
     heads = {size.name: size.heads for size in table.sizes}
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     for size, variants in sizes.items():
         lines += [*size_section(size, heads[size], variants, factors[size], times[size]), ""]
-    lines += answers(sizes, table)
+    lines += answers(sizes, table, diverged)
     named = [f"- size {size}, {words}" for size, of in left_out.items() for words in of]
     lines += ["Left out. A form whose runs diverge is worse than its row says.", "", *named, ""] if named else []
     lines += [
@@ -123,9 +124,11 @@ def markdown(sizes, factors, table, tuned, left_out, times):
     return "\n".join([*lines, *tuning_section(tuned, table.sizes[0])]) + "\n"
 
 
-def answers(sizes, table):
-    """Yield the differences that answer the questions of the table, by size, and the answers."""
+def answers(sizes, table, diverged):
+    """Yield the differences that answer the questions of the table, by size, and the answers. A variant of which a run
+    diverged at a size that decides is not better than another."""
     rows, ruling = [], [size.name for size in table.sizes[:2]]
+    gave_up = {name for size in ruling for name, _ in diverged.get(size, ())}
     for name, against, question in table.questions:
         found = {
             size: results.differences(variants.get(name, {}), variants.get(against, {}))
@@ -133,6 +136,8 @@ def answers(sizes, table):
         }
         if any(found.values()):
             answer = verdict([found.get(size) for size in ruling])
+            if {"better": name, "worse": against}.get(answer) in gave_up:
+                answer = "undecided"
             rows.append([name, against, question, *map(limits, found.values()), answer])
     titles = ["", "against", "", *(f"difference at {size}" for size in sizes), "answer"]
     return ["## Questions", "", *results.write_table(titles, rows), ""] if rows else []

@@ -65,6 +65,7 @@ QUESTIONS = (
     ("groups_shared-50", "sigmoid-50", "as many shared and chosen heads, in every group or anywhere"),
     ("paper-50", "sigmoid-50", "the paper's gates, or the default"),
     ("paper-50", "paper_gated-50", "does choosing heads add to the paper's gates?"),
+    ("paper-50", "paper_gated", "the same, where both begin with an output of about one size"),
     ("paper_gated-50", "gated-50", "the paper's gates without a choice, or the default's"),
     ("paper_gated", "dense", "what the paper's gates do to all heads"),
     ("paper_scaled-50", "sigmoid-50", "the paper's gates, beginning at 1, or the default"),

@@ -1,11 +1,11 @@
 """Measures the seconds of a training step by short runs on this machine: all variants in turns for ``--times ROUNDS``,
 and the dense model for ``--hours``.
 
-A round trains a few steps of each variant, one after the other, so that a machine that is slower for a while is slower
-for all of them. OUT/times/MACHINE/SIZE/VARIANT/round-N has the files of one of these runs.
+A round trains a few steps of the dense model and of each variant, one after the other, so that a machine that is slow
+for a while is slow for all of them. OUT/times/MACHINE/SIZE/VARIANT/round-N has the files of one of these runs. Variants
+that are added later have rounds of their own.
 """
 
-import itertools
 import re
 import shutil
 from statistics import median
@@ -25,13 +25,20 @@ SHORT = {  # these replace flags for longer runs
 
 
 def measure(plan, sizes, variants, rounds):
-    """Train the short runs that a ``Comparison`` still lacks. Raises RuntimeError if one fails."""
-    turns = itertools.product(sizes, range(1, rounds + 1), variants)
-    runs = [short_run(plan, size, variant, number) for size, number, variant in turns if variant.tokens == 1]
-    for run in runs:
-        if differs(run, plan.flags.out):
-            shutil.rmtree(run.directory, ignore_errors=True)
-    coming = (run for run in runs if not seconds(run.directory))
+    """Train the rounds that a ``Comparison`` still lacks. Raises RuntimeError if a run fails."""
+    together = [each for each in dict.fromkeys((plan.table.variants[0], *variants)) if each.tokens == 1]
+    runs = []
+    for size in sizes:
+        numbers, whole = [0, *numbers_of_rounds(plan, size)], 0
+        for number in numbers[1:]:
+            of_round = [short_run(plan, size, variant, number) for variant in together]
+            for run in of_round:
+                if differs(run, plan.flags.out):
+                    shutil.rmtree(run.directory, ignore_errors=True)
+            whole += all(seconds(run.directory) for run in of_round)
+        for number in range(max(numbers) + 1, max(numbers) + 1 + rounds - whole):
+            runs += [short_run(plan, size, variant, number) for variant in together]
+    coming = iter(runs)
     codes = train_all(lambda busy, _: None if busy else next(coming, None), jobs_of(plan.flags), plan.flags.ranks)
     for run in runs:
         shutil.rmtree(run.directory / "checkpoints", ignore_errors=True)  # nothing resumes from them
@@ -49,6 +56,18 @@ def short_run(plan, size, variant, number):
     own = {"data-dir": flags.data_dir, "checkpoint-dir": flags.out / name}
     arguments = [*plan.model_arguments(size, variant), *plan.others, *as_flags(SHORT | own)]
     return Run(name, flags.out / name, STEPS, arguments)
+
+
+def numbers_of_rounds(plan, size):
+    """The numbers of the rounds that were begun at a size on this machine, in order."""
+    place = short_run(plan, size, plan.table.variants[0], 1).directory.parents[1]
+    return sorted({int(path.name.removeprefix("round-")) for path in place.glob("*/round-*/")})
+
+
+def dense_seconds(plan, size):
+    """Seconds per token of the dense model on this machine, the median over rounds."""
+    runs = [short_run(plan, size, plan.table.variants[0], number) for number in numbers_of_rounds(plan, size)]
+    return median(filter(None, (seconds(run.directory) for run in runs)))
 
 
 def seconds(directory):

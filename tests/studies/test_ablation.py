@@ -50,7 +50,7 @@ def test_the_report_compares_complete_runs_seed_by_seed(tmp_path):
     # Differences -0.1, -0.05, -0.15: mean -0.1, standard deviation 0.05, t(2) = 2.920 for 90%.
     width = 2.920 * 0.05 / math.sqrt(3)
     limits = f"-0.1000 [{-0.1 - width:+.4f}, {-0.1 + width:+.4f}] (3)"
-    assert rows["moh-75"][1] == ["dense", "do 75% of the heads do as well as all?", limits, "better"]
+    assert rows["moh-75"][1] == ["dense", "do 75% of the heads do as well as all?", limits, "undecided"]
     assert rows["moh-75"][0][-2] == f"-0.1000 ± {width:.4f}, significant"
     assert (rows["moh-50"][1][-1], rows["moh-25"][1][-1]) == ("better", "worse")
     assert rows["dense"][0][7:] == ["3", "3.1000 ± 0.1000", "4.1000 ± 0.1000", "**3.6000 ± 0.1000**", "", ""]

@@ -159,6 +159,34 @@ def test_first_steps_have_the_layout_of_the_runs_and_a_schedule(given, sizes, tm
     assert started == [[size, "dense", "round-1"] for size in sizes] and not plan.refused
 
 
+def test_a_variant_is_timed_in_turns_with_the_dense_model(tmp_path, monkeypatch):
+    """Rounds that an estimate or another command left are none of its own."""
+    flags = [str(tmp_path), "--data-dir", "data", "--sizes", "s", "--rates", "1", "--variants", "dense", "gated-50"]
+    plan, started = comparison.Comparison(command.parse_arguments(flags)), []
+
+    def trained(next_run, jobs, ranks):
+        while run := next_run(set(), {}):
+            started.append("/".join(run.name.split("/")[-2:]))
+            write_rows(run.directory, *rows_of_steps(100))
+        return {}
+
+    monkeypatch.setattr(times, "train_all", trained)
+    dense, gated = plan.variants
+    for variants, rounds, expected in (
+        ([dense], 1, ["dense/round-1"]),
+        ([gated], 2, ["dense/round-2", "gated-50/round-2", "dense/round-3", "gated-50/round-3"]),
+        ([dense, gated], 2, []),
+        ([dense], 3, []),
+        ([dense, gated], 3, ["dense/round-4", "gated-50/round-4"]),
+    ):
+        times.measure(plan, plan.trained, variants, rounds)
+        assert started == expected
+        started.clear()
+    assert {name: len(of) for of in times.read_times(tmp_path, "s", "dense").values() for name, of in of.items()} == {
+        "dense": 4, "gated-50": 3
+    }  # fmt: skip
+
+
 def test_flags_that_the_tuned_size_does_not_allow_are_refused(tmp_path):
     flags = "--data-dir data --variants dense --sizes l --micro-batch-size 16"
     plan = comparison.Comparison(command.parse_arguments([str(tmp_path), *flags.split()]))
@@ -212,7 +240,7 @@ def test_the_last_event_tells_how_a_run_of_several_ranks_ended(last, code, tmp_p
 
 def test_runs_at_the_same_time_have_gpus_of_their_own(tmp_path, monkeypatch):
     shows = tmp_path / "shows"
-    shows.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" >> "$0.all"\nsleep 0.2\n')
+    shows.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" >> "$0.all"\nsleep 0.5\n')
     shows.chmod(0o755)
     monkeypatch.setattr(runs.sys, "executable", str(shows))
     monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 5)
