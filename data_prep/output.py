@@ -167,9 +167,10 @@ def note_shards(output: Path, sources: Iterable[str], sidecars: Iterable[Path]):
             note.unlink(missing_ok=True)
 
 
-def is_planned(sidecar: Path, units: list[Unit]) -> bool:
-    """Whether a shard is that of one of ``units``; what else had its text is then known to this command."""
-    return any(unit.source == sidecar.parent.name and unit.name == sidecar.stem for unit in units)
+def not_planned(sidecars: Iterable[Path], units: list[Unit]) -> set[Path]:
+    """Those of ``sidecars`` whose shard is not that of one of ``units``: what else has its text is not known here."""
+    planned = {(unit.source, unit.name) for unit in units}
+    return {path for path in sidecars if (path.parent.name, path.stem) not in planned}
 
 
 def is_unchanged(path: str, size: int, since: float) -> bool:
@@ -217,11 +218,10 @@ def recorded_groups(directory: Path) -> list[list[str]]:
 
 def record_groups(directory: Path, units: list[Unit]):
     """Record the groups in ``units``; those of earlier runs stay, since their files may return."""
-    recorded = recorded_groups(directory)
-    formed = [[piece.name for piece in unit.pieces] for unit in units if len(unit.pieces) > 1]
-    new = dict.fromkeys(json.dumps(group) for group in formed if group not in recorded)
-    if new:
-        lines = [*map(json.dumps, recorded), *new]
+    recorded = list(map(json.dumps, recorded_groups(directory)))
+    formed = [json.dumps([piece.name for piece in unit.pieces]) for unit in units if len(unit.pieces) > 1]
+    lines = list(dict.fromkeys([*recorded, *formed]))
+    if lines != recorded:
         publish(directory / "groups.jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
@@ -238,9 +238,11 @@ def sweep(output: Path, sources: Iterable[str], failed: Iterable[Unit] = ()):
     """
     kept = {beside(output / unit.source / unit.name, ".rejects.jsonl") for unit in failed}
     for directory in [output, *(output / source for source in sources)]:
-        for path in directory.iterdir() if directory.is_dir() else ():
+        found = list(directory.iterdir()) if directory.is_dir() else []
+        names = {path.name for path in found}  # asking a network disk for each takes minutes
+        for path in found:
             match = directory != output and SHARD_FILE.fullmatch(path.name)
-            unfinished = match and not beside(directory / match["unit"], ".json").exists()
+            unfinished = match and f"{match['unit']}.json" not in names
             if TEMPORARY.fullmatch(path.name) or (match and match["temporary"]) or (unfinished and path not in kept):
                 path.unlink()
         if directory != output:

@@ -25,7 +25,7 @@ FEW = 3  # files named in a line
 QUIET = 10  # seconds of silence after which a line is printed
 COPIES, EMPTY = "left out as copies of other files", "contain no document"
 REASONS = (COPIES, EMPTY, DOCUMENTATION, NOT_FOR_TRAINING, OTHER_LANGUAGES)
-JUDGED = 1 << 20  # bytes of a compressed file from which its size is estimated
+JUDGED, MOST_JUDGED = 1 << 20, 100  # bytes of a compressed file from which its size is estimated, and files
 
 
 class LeftOut:
@@ -105,14 +105,21 @@ def room(output: str | Path) -> str:
 
 def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
     """Estimate the space that unfinished units will need from the finished ones."""
-    missing = sum(content_bytes(piece) for unit in units if unit not in finished for piece in unit.pieces)
+    missing = all_content_bytes([piece for unit in units if unit not in finished for piece in unit.pieces])
     written = sum(sidecar["bin"]["bytes"] + sidecar["idx"]["bytes"] for sidecar in finished.values())
-    read = sum(content_bytes(piece) for unit in finished for piece in unit.pieces)
+    read = all_content_bytes([piece for unit in finished for piece in unit.pieces])
     needed = f", and the others need about {missing * written / read / 1e6:,.1f} MB" if read else ""
     return (
         f"{len(finished)} of {len(units)} shards are complete and stay{needed}: make room, and run the same command "
         "again to resume"
     )
+
+
+def all_content_bytes(pieces: list[Piece]) -> float:
+    """Estimate the unpacked bytes of ``pieces`` from some of them, evenly spread."""
+    judged = pieces[:: -(-len(pieces) // MOST_JUDGED) or 1]
+    known = sum(piece.num_bytes for piece in judged)
+    return sum(map(content_bytes, judged)) * sum(piece.num_bytes for piece in pieces) / max(1, known)
 
 
 def content_bytes(piece: Piece) -> float:

@@ -43,12 +43,16 @@ def file_system(url: str):
     return files, path
 
 
+class NoRangesError(OSError):
+    """A server sends a whole file for each part."""
+
+
 def persistently(name, work):
     """Return what ``work()`` returns, with retries after failures. Raises OSError with the last reason."""
     for attempt in range(ATTEMPTS):
         try:
             return work()
-        except ShardError:
+        except (ShardError, NoRangesError):
             raise
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
@@ -143,6 +147,8 @@ class RemoteFile(io.RawIOBase):
 
     def block(self, end):
         data = read_part(self.files, self.inside, self.place, end)
+        if end - self.place < len(data) == self.size:
+            raise NoRangesError(f"{self.name}: the server sends whole files only; download it, and give the copy")
         if len(data) != end - self.place:
             wanted = f"bytes {self.place:,} to {end:,} of {self.size:,}"
             raise OSError(f"the server gave {len(data):,} bytes for {wanted}")

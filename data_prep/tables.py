@@ -143,7 +143,10 @@ def first_row(piece, text_key: str) -> dict | None:
         file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ)
         names = file.schema_arrow.names
         others = single_values(file.schema, [name for name in names if name != text_key])
-        for group in range(file.num_row_groups):
-            check_pages(piece, file.metadata.row_group(group), others)
-        batch = next(file.iter_batches(1, columns=others), None)
-        return {**dict.fromkeys(names), **batch.to_pylist()[0]} if batch else None
+        groups = range(file.num_row_groups)
+        group = next((group for group in groups if file.metadata.row_group(group).num_rows), None)
+        if group is None:
+            return None
+        check_pages(piece, file.metadata.row_group(group), others)
+        batch = next(file.iter_batches(1, row_groups=[group], columns=others))
+        return {**dict.fromkeys(names), **batch.to_pylist()[0]}

@@ -83,10 +83,10 @@ def fill(
     incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
     kept = [path for path in replaced if path.parent.name in incomplete]
     doubled = data_directory.doubled_shards(kept, finished)
-    replaced = [path for path in replaced if path not in kept]
+    replaced = [path for path in replaced if path.parent.name not in incomplete]
     for path in replaced + nothing:
         path.unlink()  # the sidecar; the sweep removes files without one
-    unsettled = [path for path in noted if path.parent.name in incomplete or not data_directory.is_planned(path, units)]
+    unsettled = data_directory.not_planned(noted, units) | {path for path in noted if path.parent.name in incomplete}
     data_directory.note_shards(output, sources, {*doubled, *unsettled})
     sweep(output, sources, failed=[unit for unit in units if unit not in finished])
     try:

@@ -76,6 +76,8 @@ def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> I
     total, left, bad, cuts = sum(unit.num_bytes for unit in units), 0.0, {}, Counter()
     for unit in units:
         left += sample_bytes * unit.num_bytes / max(1, total)  # on top of what earlier units left or took too much
+        if left <= 0:
+            continue
         texts = (text for piece in unit.pieces for text in good_texts(piece, text_key, bad))
         for sentence in (sentence for text in texts for sentence in sentences(text, cuts)):
             if left <= 0:

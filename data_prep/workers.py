@@ -68,7 +68,9 @@ def run_units(
                         idle.append(connection)
                 except PARENT_IS_GONE:
                     processes[connection].join()
-                    event, value = "failed", f"its worker process died (exit code {processes[connection].exitcode})"
+                    code = processes[connection].exitcode
+                    likely = ", probably for want of memory; use fewer --workers" if code == -signal.SIGKILL else ""
+                    event, value = "failed", f"its worker process died (exit code {code}{likely})"
                 if event != "progress":
                     del busy[connection]
                 if event == "no room":

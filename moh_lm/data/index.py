@@ -129,11 +129,12 @@ class DocumentStarts(Sequence):
     def bracket(self, position):
         """Return bounds for a search, close to where ``position`` would be if all documents were equally long."""
         guess = position * len(self) // max(1, self.counts.tokens)
-        low, high = max(0, guess - NEAR), min(len(self), guess + NEAR)
-        return (
-            low if low and self[low - 1] < position else 0,
-            high if high < len(self) and self[high] > position else len(self),
-        )
+        low, high, step = max(0, guess - NEAR), min(len(self), guess + NEAR), NEAR
+        while low and self[low - 1] >= position:
+            low, step = max(0, low - step), 2 * step
+        while high < len(self) and self[high] <= position:
+            high, step = min(len(self), high + step), 2 * step
+        return low, high
 
     def entry(self, array, index):
         """Return number ``index`` of the int64 ``array`` in the file."""

@@ -19,7 +19,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 
 ROWS = 64  # in a block
-CACHED = 256  # blocks kept in memory
+CACHED = 2**25  # tokens of the blocks that are kept in memory; each document among them takes about 200 bytes
 COUNTED = 32  # blocks of a source that ``counts`` examines
 
 
@@ -50,7 +50,7 @@ class Packer:
     def __init__(self, mixture, streams):
         self.mixture = mixture
         self.streams = streams
-        self.block = lru_cache(CACHED)(self.packed_block)
+        self.block = lru_cache(max(4, CACHED // (ROWS * mixture.seq_length)))(self.packed_block)
 
     def row(self, source, epoch, position):
         """Return the ``Piece``s of the row that replaces the window at ``position`` (``Mixture.locate``)."""

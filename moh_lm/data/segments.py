@@ -15,6 +15,7 @@ earlier segment: the same shards, seed, sequence length, validation fraction and
 0.
 """
 
+import functools
 from collections.abc import Mapping
 
 from moh_lm.data.mixture import sample_counts
@@ -42,11 +43,17 @@ def windows_read(segments, consumed_samples, name, fingerprint) -> int:
     for segment in reversed(segments):
         same_order = order_of(segment) == order_of(fingerprint)
         if same_order and segment["shards"].get(name) == fingerprint["shards"][name]:
-            sources = sorted(segment["weights"])
-            counts = sample_counts([segment["weights"][source] for source in sources], end - segment["first_sample"])
-            return segment["consumed"][name] + int(counts[sources.index(name)])
+            weights = tuple(sorted(segment["weights"].items()))
+            return segment["consumed"][name] + counts_of(weights, end - segment["first_sample"])[name]
         end = segment["first_sample"]
     return 0
+
+
+@functools.lru_cache(64)  # every source asks the same
+def counts_of(weights, samples):
+    """Return {source: its samples among the first ``samples`` of a mix}. weights: (source, weight) of each."""
+    names, values = zip(*weights, strict=True)
+    return dict(zip(names, sample_counts(list(values), samples).tolist(), strict=True))
 
 
 def order_of(segment):

@@ -28,7 +28,7 @@ import numpy as np
 from moh_lm.data import files
 from moh_lm.data.files import ShardError
 from moh_lm.data.hugging_face_model import DOCUMENT_END
-from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
+from moh_lm.data.index import DTYPES, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard
 
 UNIT = {  # the types of the values of an entry in the manifest
@@ -254,7 +254,8 @@ def open_source(
 ) -> OpenedSource:
     """Return the shards of a source in the order of the manifest, with ``fraction`` of their tokens held out.
 
-    Only names and sizes of the files are checked. Raises ShardError for a file that is missing or has another size.
+    Only names and sizes of the files are checked, and the parts of the indexes that are read for a fraction whose cuts
+    the manifest does not record. Raises ShardError for a file that is missing or has another size.
     Unless this call ``compares_sizes``, the manifest is believed, and there are no unlisted shards.
     """
     units, directory = manifest["sources"][name]["units"], os.path.join(data_dir, name)
@@ -273,8 +274,8 @@ def open_source(
     else:
         cuts = []
         for shard in shards:
-            with files.opened(f"{shard.prefix}.idx") as file:
-                cuts.append(DocumentStarts(file, shard.counts(), None).cut(fraction))
+            with shard.document_starts() as starts:
+                cuts.append(starts.cut(fraction))
     finished = {file[: -len(".json")] for file in sizes.keys() - recorded.keys() if file.endswith(".json")}
     return OpenedSource(shards, cuts, sorted(finished))
 

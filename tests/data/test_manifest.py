@@ -53,6 +53,20 @@ def test_the_manifest_knows_the_cuts_that_the_indexes_give(tmp_path):
     assert open_source(tmp_path, "wiki", manifest, 0).cuts == [shard.num_tokens for shard in opened.shards]
 
 
+def test_a_damaged_index_gives_no_cut(tmp_path):
+    """Else a rank whose copy is damaged would read other samples than the rest."""
+    random = np.random.default_rng(0)
+    write(tmp_path / "wiki" / "unit", [[1] * length for length in random.geometric(1 / 100, 300)])
+    manifest = write_manifest(tmp_path)
+    path = tmp_path / "wiki" / "unit.idx"
+    content = bytearray(path.read_bytes())
+    content[-8 * 20] ^= 1  # the number of a sequence, among those of the last documents
+    path.write_bytes(content)
+    with pytest.raises(ShardError, match="unit.idx"):
+        open_source(tmp_path, "wiki", manifest, 0.07)
+    assert open_source(tmp_path, "wiki", manifest, CUTS[0]).cuts  # recorded, so the index is not read
+
+
 WRONG = [("tokens", "12"), ("tokens", True), ("dtype", "int7"), ("content", None), ("documents", None), ("bytes", {}),
          ("cuts", []), ("cuts", [1.5] * len(CUTS))]  # fmt: skip
 

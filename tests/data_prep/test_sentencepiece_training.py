@@ -130,6 +130,15 @@ def test_the_training_sample_spreads_over_all_files(tmp_path):
         assert max(numbers) > 800
 
 
+def test_a_file_that_the_sample_does_not_need_is_not_opened(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_bytes(json_lines([name * 6] * 20))
+    units = plan_units("--input ", "", [f"{tmp_path}/*"], text_key="text", unit_size=4096)
+    (tmp_path / "b.jsonl").unlink()
+    (tmp_path / "c.jsonl").unlink()
+    assert list(sample_sentences(units, "text", 3)) == [b"aaaaaa"]
+
+
 def test_the_sample_says_which_records_it_leaves_out(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["good"]) + b'\n{"text": 5}\n')
     (tmp_path / "b.jsonl").write_bytes(json_lines(["fine"]) + b'{"text": 6}\n{broken\n')

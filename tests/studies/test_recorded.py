@@ -135,11 +135,15 @@ def test_the_published_runs_are_those_that_the_study_would_train(tmp_path):
 
 def test_losses_and_differences_of_the_history_are_those_of_the_published_runs():
     root = Path(study.__file__).parents[1]
-    losses = {}  # {(size, arm): {seed: loss}}
+    found = {}  # {(size, arm, factor): {seed: loss}}
     for row in map(json.loads, (root / "studies/study_runs.jsonl").read_text().splitlines()):
         size, arm, run = row["run"].split("/")
+        _, factor, _, seed = run.split("-")
         loss = statistics.fmean(row["rows"][-1]["evaluation"].values())
-        losses.setdefault((size, arm), {})[int(run.rpartition("-")[2])] = loss
+        found.setdefault((size, arm, factor), {})[int(seed)] = loss
+    tuning = {key: of.pop(0) for key, of in found.items() if 0 in of}
+    best = {arm: min((loss, each[2]) for each, loss in tuning.items() if each[1] == arm)[1] for _, arm, _ in tuning}
+    losses = {(size, arm): of for (size, arm, factor), of in found.items() if factor == best.get(arm)}
 
     def difference(arm, other):
         values = [losses["s2", arm][seed] - losses["s2", other][seed] for seed in range(1, 6)]

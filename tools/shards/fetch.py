@@ -196,6 +196,7 @@ def is_copied(origin, name, target, facts, report):
     final name."""
     unfinished, size = beside(target, ".part"), facts["bytes"]
     with open(unfinished, "ab") as part:
+        report(part.tell())
         while (start := part.tell()) < size and (block := origin.part(name, start, min(start + BLOCK, size))):
             part.write(block)
             report(len(block))
