@@ -6,7 +6,8 @@
 # Afterwards `python` is that of the active environment (venv or conda), or else of .venv in the root of this
 # checkout, and the package is installed there, editable, with that extra. The torch of an active environment is kept.
 # A stamp in the environment records what was installed from which checkout, so that a repetition takes milliseconds.
-# It says "incomplete" while pip works: the run after a killed installation repairs it.
+# It says "incomplete" while pip works: the run after a killed installation repairs it. A failure that pip reports leaves
+# the stamp as it was, and so all that is installed.
 
 # The only pin of torch; the package accepts any that setup.py allows. With an exact version pip prefers a CPU build
 # ("2.13.0+cpu") wherever its index or its folders of wheels have one, and never fetches another release by gigabytes.
@@ -17,6 +18,10 @@ moh_lm_environment() {
     root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P) || return
     prefix=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
     [[ $prefix ]] || { own=yes prefix=$root/.venv; }
+    if [[ $prefix == *:* ]]; then
+        moh_lm_fail "$prefix has a colon, which PATH cannot hold: move it"
+        return
+    fi
     if ! moh_lm_installed; then
         moh_lm_lock || return
         moh_lm_installed || moh_lm_install || return # installed meanwhile, by whoever held the lock
@@ -59,7 +64,11 @@ moh_lm_find_python() {
 moh_lm_lock() {
     local python
     python=$(moh_lm_find_python) || return
-    exec 9<>"$root/setup.py" || return
+    if [[ -w $root/setup.py ]]; then # as NFS wants it
+        exec 9<>"$root/setup.py" || return
+    else
+        exec 9<"$root/setup.py" || return
+    fi
     "$python" - <<'PYTHON'
 import fcntl
 
@@ -74,7 +83,7 @@ PYTHON
 }
 
 moh_lm_install() {
-    local stamp=$prefix/moh_lm.stamp log=$prefix/moh_lm-install.log extras='' torch
+    local stamp=$prefix/moh_lm.stamp log=$prefix/moh_lm-install.log extras='' before torch
     [[ ! $own ]] || moh_lm_make_venv || return
     if ! moh_lm_suitable "$prefix/bin/python"; then
         moh_lm_fail "the active environment $prefix has no Python >= 3.10: deactivate it, or activate another"
@@ -83,6 +92,7 @@ moh_lm_install() {
     if [[ -f $stamp && $(head -n 1 "$stamp") == "$(moh_lm_fingerprint)" ]]; then
         extras=$(tail -n +2 "$stamp")
     fi
+    before=$(cat "$stamp" 2>/dev/null || echo "begun $root")
     if ! { echo incomplete >"$stamp" && : >"$log"; }; then
         moh_lm_fail "the environment $prefix cannot be written: fix this, or activate one of your own"
         return
@@ -131,13 +141,15 @@ moh_lm_make_venv() {
         return
     fi
     moh_lm_say "making .venv with $("$python" --version)"
-    mkdir -p -- "$prefix" && echo incomplete >"$stamp" && "$python" -m venv "$prefix"
+    mkdir -p -- "$prefix" && echo incomplete >"$stamp" && "$python" -m venv "$prefix" &&
+        echo "begun $root" >"$stamp"
 }
 
 moh_lm_pip() {
     # PIP_USER: a user-wide `user = true` makes pip refuse to work in an environment.
-    (cd "$root" && PIP_USER=0 "$prefix/bin/python" -m pip install --progress-bar off "$@") >>"$log" 2>&1 ||
-        moh_lm_show_log "pip failed"
+    (cd "$root" && PIP_USER=0 "$prefix/bin/python" -m pip install --progress-bar off "$@") >>"$log" 2>&1 && return
+    printf '%s\n' "$before" >"$stamp"
+    moh_lm_show_log "pip failed"
 }
 
 moh_lm_show_log() {

@@ -235,6 +235,9 @@ class FlagsOfFile(argparse.Action):
             if value is None or None in items or (isinstance(value, dict) and None in value):
                 raise ConfigError([f"--config {path}: {name}: has no value; give one, or leave the line out"])
             texts = as_texts(value, action.nargs == "+")
+            together = "".join(texts)
+            if "\0" in together or together != together.encode(errors="replace").decode():
+                raise ConfigError([f"--config {path}: {name}: holds a character that no name can have; remove it"])
             parser._check_value(action, texts)
             action(parser, namespace, texts)
 

@@ -3,7 +3,7 @@
 import math
 import re
 import textwrap
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 from itertools import groupby
 from shlex import quote
 
@@ -19,7 +19,7 @@ def quantity(base):
         digits, power = (text[:-1], SUFFIXES[suffix]) if suffix in SUFFIXES else (text, 0)
         try:
             value = Decimal(digits) * base**power
-        except InvalidOperation:
+        except (InvalidOperation, Overflow):
             value = Decimal("NaN")
         if not value.is_finite() or value != int(value) or value < 0:
             raise ValueError("write a whole number, or one with a suffix such as 4M or 100B")

@@ -87,6 +87,9 @@ def test_no_other_module_parses_what_others_wrote():
         ("num_shared_heads: &a [*a]", "num_shared_heads: holds a list inside of a list"),
         ("data_mix: {a: [1]}", "data_mix: holds a list inside of a list"),
         ("? [a]\n: 1", "unhashable key"),
+        ('data_dir: "\\ud800"', "data_dir: holds a character that no name can have"),
+        ('data_dir: "a\\0b"', "data_dir: holds a character that no name can have"),
+        ("batch_tokens: 1e99999999999K", "write a whole number"),
     ],
 )
 def test_a_file_of_flags_that_yaml_cannot_hold_is_refused(text, words, tmp_path):

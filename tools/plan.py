@@ -74,12 +74,15 @@ def parse_arguments(texts):
 
 
 def run(machine):
+    from moh_lm.checks import run as checks
     from moh_lm.checks.model import model_problems
     from moh_lm.checks.ranges import below
-    from moh_lm.checks.run import optimizer_problems, window_problems
 
     config = machine.config
-    problems = [*model_problems(config.model), *optimizer_problems(config.optimizer), *window_problems(config)]
+    problems = [*model_problems(config.model), *checks.optimizer_problems(config.optimizer)]
+    problems += [*checks.window_problems(config), *checks.router_problems(config), *checks.warmup_problems(config)]
+    problems += checks.batch_warmup_problems(config.run)
+    problems += checks.fused_router_problems(config.model.heads) if config.run.fused_router else []
     problems += below(config.run, 1, "seq_length")
     raise_any(problems)
     show = show_json if machine.json else show_table

@@ -159,9 +159,10 @@ class FragmentReader:
         filled = 0
         for owned, pieces in self.shards[name].items():
             width = matrix(shard_shape(whole, owned))[1]
-            for source_row, row, count in shared_runs(owned, partition, 0, whole, first, last):
+            shared = list(shared_runs(owned, partition, 1, whole, 0, columns))
+            for source_row, row, count in shared_runs(owned, partition, 0, whole, first, last) if shared else ():
                 values = read_rows(pieces, f"{kind}/{name}", source_row, count, width)  # [count, width]
-                for source_column, column, size in shared_runs(owned, partition, 1, whole, 0, columns):
+                for source_column, column, size in shared:
                     part = values[:, source_column : source_column + size]
                     block[row - first : row - first + count, column : column + size] = part
                     filled += part.numel()

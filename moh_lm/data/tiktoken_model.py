@@ -12,7 +12,7 @@ text.
 """
 
 import re
-from binascii import a2b_base64
+from base64 import b64decode
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,7 +41,9 @@ def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             token, rank = line.split()
-            ranks[a2b_base64(token, strict_mode=True)] = int(rank)
+            if token.startswith(b"="):  # Python 3.10 decodes it
+                raise ValueError
+            ranks[b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise ConfigError([f"--tokenizer {path}: line {number} is not a token in base64 and its rank"]) from error
     ids = set(ranks.values())

@@ -31,6 +31,7 @@ class LivenessCheck:
 
     def __init__(self, name, hosts):
         self.name, self.rank, self.hosts = name, dist.get_rank(), hosts
+        self.slack = 1 + len(hosts) / 500  # seconds of the requests themselves, four for each rank
         try:
             self.waiting, self.calling = connect(name), connect(name)  # the first one blocks while it waits
         except (KeyError, RuntimeError):  # another kind of rendezvous: nothing can be checked
@@ -54,7 +55,7 @@ class LivenessCheck:
         kind of rendezvous cannot tell, or UNKNOWN if the store answers, but not in time. known: ranks not to name."""
         if self.calling is None or len(self.hosts) == 1:
             return ""
-        found = within(seconds + 1, lambda: self.find(seconds))
+        found = within(seconds + self.slack, lambda: self.find(seconds))
         if found is not None:
             missing = [rank for rank in found if rank not in known]
             return f"no answer from {describe(missing, self.hosts)}" if missing else ""
@@ -71,7 +72,7 @@ class LivenessCheck:
             if not found:
                 self.calling.set("ended", str(int(call) + 1))
             return found
-        self.calling.store.wait([f"found {call}"], timedelta(seconds=seconds + 1))
+        self.calling.store.wait([f"found {call}"], timedelta(seconds=seconds + self.slack))
         while (found := self.calling.read(f"found {call}")) is None:  # a stranger wrote this key first
             time.sleep(0.1)
         return list(map(int, found.split()))

@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import resource
 import socket
 import sys
 import warnings
@@ -54,6 +55,7 @@ def start_process_group(timeout):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    raise_file_limit()
     start.quiet()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # the device is set below
@@ -65,6 +67,12 @@ def start_process_group(timeout):
         set_timeout(dist.group.WORLD, timeout)
     start.init_distributed(backend, timeout)
     return device
+
+
+def raise_file_limit():
+    """Let this process open as many files as it may: rank 0 keeps three connections of every rank."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def own_device():

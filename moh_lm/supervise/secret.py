@@ -64,9 +64,10 @@ def refuse_strangers(device):
         return []
     own = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8).to(device)
     challenges = gathered(own)
-    proof = signature(dist.get_rank(), challenges.tolist()).digest()
+    asked = hashlib.sha256(challenges.numpy().tobytes()).hexdigest()
+    proof = signature(dist.get_rank(), asked).digest()
     proofs = gathered(torch.frombuffer(bytearray(proof), dtype=torch.uint8).to(device)).tolist()
-    expected = [list(signature(rank, challenges.tolist()).digest()) for rank in range(len(proofs))]
+    expected = [list(signature(rank, asked).digest()) for rank in range(len(proofs))]
     return [rank for rank, (found, due) in enumerate(zip(proofs, expected, strict=True)) if found != due]
 
 

@@ -75,6 +75,19 @@ def test_any_range_of_any_shard_is_read_from_any_other_cut(tmp_path, monkeypatch
             assert torch.equal(reader.read("master", "w", partition, start, stop - start), local[start:stop])
 
 
+def test_a_rank_reads_no_more_than_its_columns(tmp_path, monkeypatch):
+    """In the layout that wrote them; with 8 ranks, a resume would else read such a matrix 8 times."""
+    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
+    values, read, found = torch.arange(64.0).view(4, 16), [], fragments.read_rows
+    cuts = [Partition(1, 16, ((first, first + 4),)) for first in range(0, 16, 4)]
+    for rank, partition in enumerate(cuts):
+        write_rank(tmp_path / f"rank-{rank}.safetensors", (4, 16), partition, 0, partition.take(values).flatten())
+    monkeypatch.setattr(fragments, "read_rows", lambda *given: read.append(given[3] * given[4]) or found(*given))
+    for partition in cuts:
+        assert torch.equal(FragmentReader(tmp_path).read("master", "w", partition), partition.take(values).flatten())
+    assert sum(read) == values.numel()
+
+
 def write_rank(path, whole, partition, start, values):
     parameter = make_parameter(whole, partition=partition)
     fragment = Fragment("w", parameter, start, False, {"master": values})

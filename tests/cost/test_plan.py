@@ -98,6 +98,14 @@ def test_the_cache_of_llama3_8b_by_hand():
     assert sizes == {"whole": one / 8, "read": one / 8, "multi_head": 4 * one}
 
 
+@pytest.mark.parametrize(
+    "flags", ["--batch-warmup 8M:1B", "--fused-router true --head-selection all", "--seq-length-warmup 4096:10"]
+)
+def test_what_no_layout_makes_legal_is_refused(flags, capsys):
+    assert planner.main(["--gpus", "8", *LLM_B.split(), *flags.split()]) == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
 def test_heads_with_their_own_keys_save_scores_keys_and_cache():
     budget = "--num-shared-heads", "0", "--num-active-routed-heads", "8"
     every, own = (parse(LLM_B, *budget, "--routed-keys", keys).model for keys in ("all", "selected"))

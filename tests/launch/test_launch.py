@@ -405,11 +405,12 @@ def checkout(tmp_path):
     return directory
 
 
-def prepare(checkout, extra):
+def prepare(checkout, extra, **variables):
     """(exit code, output, calls of pip for a package other than pip itself) of the environment step."""
+    variables = variables or {"VIRTUAL_ENV": str(checkout / "venv")}
     (checkout / "calls").write_text("")
     command = ["bash", "-c", 'set -e; source launch/environment.sh "$1"; command -v python', "bash", extra]
-    code, output, _ = execute(command, checkout, VIRTUAL_ENV=str(checkout / "venv"), CDPATH=".")  # with which cd prints
+    code, output, _ = execute(command, checkout, CDPATH=".", **variables)  # with which cd prints
     calls = (checkout / "calls").read_text().splitlines()
     return code, output, [call for call in calls if not call.endswith(" pip>=21.3")]
 
@@ -435,6 +436,25 @@ def test_a_failed_installation_is_reported_and_repeated(checkout):
     assert "no network" in output and "[environment] error: pip failed" in output.splitlines()[-1]
     (checkout / "offline").unlink()
     assert [len(prepare(checkout, "test")[2]) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("place", ["active", "a .venv of the user"])
+def test_a_failure_of_pip_costs_nothing_that_is_installed(checkout, place):
+    """Only what a killed pip has left is removed."""
+    variables = {}
+    if place != "active":
+        (checkout / "venv").rename(checkout / ".venv")
+        variables = {"VIRTUAL_ENV": ""}
+    else:
+        assert prepare(checkout, "hf")[0] == 0
+    (checkout / "offline").touch()
+    assert [prepare(checkout, "test", **variables)[0] for _ in range(2)] == [1, 1]
+    if place != "active":
+        assert (checkout / ".venv" / "bin" / "python").exists()
+    else:
+        assert prepare(checkout, "hf")[::2] == (0, [])
+    (checkout / "offline").unlink()
+    assert prepare(checkout, "test", **variables)[0] == 0
 
 
 def test_an_environment_without_pip_gets_it_or_says_so(checkout):

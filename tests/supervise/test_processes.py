@@ -1,6 +1,7 @@
 """How a rank joins the others."""
 
 import os
+import resource
 import socket
 
 import pytest
@@ -79,6 +80,20 @@ def refusal_beside_a_gpu(port, meeting):
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=int(os.environ["RANK"]), world_size=2)
     return error.value.problems
+
+
+def open_files_of_a_rank():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_rank_may_open_as_many_files_as_its_machine_allows(monkeypatch):
+    """Rank 0 keeps three connections of every other one, and shells allow 1,024 files at first."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    try:
+        assert run_ranks(open_files_of_a_rank, 1) == [(before[1], before[1])]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_rank_without_a_gpu_beside_others_ends_all(tmp_path):

@@ -83,7 +83,8 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=3
         "data": {"segments": [{**segment, "seq_length": seq_length} for segment in SEGMENTS], **begin},
         **({"imported": imported} if imported else {}),
     }
-    Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
+    (steps := Path(run) / "checkpoints").mkdir(parents=True, exist_ok=True)
+    Saver(steps).save(STEP, fragments, config, state, tokenizer)
 
 
 def read_safetensors(directory):

@@ -112,6 +112,7 @@ class Bench:
     def train(self, directory, steps):
         """Write step-0 and step-``steps``."""
         config = self.config("--precision", "fp32")
+        directory.mkdir(parents=True, exist_ok=True)
         engine, saver = self.engine(config), Saver(directory)
         saver.save(0, engine.fragments(), config, {}, None)
         for number in range(1, steps + 1):

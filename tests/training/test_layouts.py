@@ -256,7 +256,8 @@ def copy_checkpoint(flags, source):
     saved = read_json(step / "state.json")
     load_fragments(step, engine.fragments())
     engine.adopt(saved["optimizer_steps"], saved["router_shares"])
-    Saver(Path(config.run.checkpoint_dir) / "checkpoints").save(3, engine.fragments(), config, saved, None)
+    (steps := Path(config.run.checkpoint_dir) / "checkpoints").mkdir(parents=True, exist_ok=True)
+    Saver(steps).save(3, engine.fragments(), config, saved, None)
 
 
 def test_a_checkpoint_is_the_same_state_in_every_layout(data_dir, one_process, tmp_path):
