@@ -145,20 +145,23 @@ def test_losses_and_differences_of_the_history_are_those_of_the_published_runs()
     best = {arm: min((loss, each[2]) for each, loss in tuning.items() if each[1] == arm)[1] for _, arm, _ in tuning}
     losses = {(size, arm): of for (size, arm, factor), of in found.items() if factor == best.get(arm)}
 
-    def difference(arm, other):
-        values = [losses["s2", arm][seed] - losses["s2", other][seed] for seed in range(1, 6)]
-        half = 2.131847 * statistics.stdev(values) / 5**0.5  # the 95% quantile of Student's t with 4 degrees of freedom
-        return statistics.fmean(values), half
+    def difference(size, arm, other):
+        seeds = sorted(losses[size, arm].keys() & losses[size, other].keys())
+        values = [losses[size, arm][seed] - losses[size, other][seed] for seed in seeds]
+        quantile = {5: 2.131847, 3: 2.919986}[len(values)]  # the 95% quantile of Student's t
+        half = quantile * statistics.stdev(values) / len(values) ** 0.5
+        return f"{statistics.fmean(values):+.3f} ± {half:.3f}"
 
     section = (root / "docs/history/study.md").read_text().partition("## The second start so far")[2]
     parts = [part.strip().splitlines()[2:] for part in section.split("\n\n") if part.lstrip().startswith("|")]
     s2, pairs, m2 = [[[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in part] for part in parts]
-    assert (len(s2), len(pairs)) == (12, 11)
-    for arm, _, *given, minus, _ in s2:
-        assert given == [f"{losses['s2', arm][seed]:.4f}" for seed in range(1, 6)], arm
-        pairs += [[arm, "dense", minus]] if minus else []
-    for arm, *given in m2:
-        trained = {seed: f"{loss:.4f}" for seed, loss in losses["m2", arm].items()}
-        assert {seed: loss for seed, loss in enumerate(given, 1) if loss} == trained, arm
-    for arm, other, said in pairs:
-        assert said == "{:+.3f} ± {:.3f}".format(*difference(arm, other)), (arm, other)
+    assert (len(s2), len(pairs), len(m2)) >= (13, 14, 13)
+    for size, table in (("s2", s2), ("m2", m2)):
+        for arm, *cells in table:
+            *given, minus = cells[1:-1] if size == "s2" else cells
+            trained = {seed: f"{loss:.4f}" for seed, loss in losses[size, arm].items()}
+            assert {seed: loss for seed, loss in enumerate(given, 1) if loss} == trained, (size, arm)
+            assert minus in ("", difference(size, arm, "dense") if minus else ""), (size, arm)
+    for arm, other, *said in pairs:
+        for size, text in zip(("s2", "m2"), said, strict=True):
+            assert text == (difference(size, arm, other) if text else ""), (size, arm, other)
