@@ -148,7 +148,7 @@ class RemoteFile(io.RawIOBase):
     def block(self, end):
         data = read_part(self.files, self.inside, self.place, end)
         if end - self.place < len(data) == self.size:
-            raise NoRangesError(f"{self.name}: the server sends whole files only; download it, and give the copy")
+            raise NoRangesError(f"{self.name}: the server ignores range requests; download the file, and give the copy")
         if len(data) != end - self.place:
             wanted = f"bytes {self.place:,} to {end:,} of {self.size:,}"
             raise OSError(f"the server gave {len(data):,} bytes for {wanted}")

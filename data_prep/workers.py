@@ -69,7 +69,7 @@ def run_units(
                 except PARENT_IS_GONE:
                     processes[connection].join()
                     code = processes[connection].exitcode
-                    likely = ", probably for want of memory; use fewer --workers" if code == -signal.SIGKILL else ""
+                    likely = ", probably out of memory; use fewer --workers" if code == -signal.SIGKILL else ""
                     event, value = "failed", f"its worker process died (exit code {code}{likely})"
                 if event != "progress":
                     del busy[connection]

@@ -6,8 +6,8 @@
 # Afterwards `python` is that of the active environment (venv or conda), or else of .venv in the root of this
 # checkout, and the package is installed there, editable, with that extra. The torch of an active environment is kept.
 # A stamp in the environment records what was installed from which checkout, so that a repetition takes milliseconds.
-# It says "incomplete" while pip works: the run after a killed installation repairs it. A failure that pip reports leaves
-# the stamp as it was, and so all that is installed.
+# It says "incomplete" while pip works: the run after a killed installation repairs it. A failure that pip reports puts
+# the old stamp back, so that nothing already installed is thrown away.
 
 # The only pin of torch; the package accepts any that setup.py allows. With an exact version pip prefers a CPU build
 # ("2.13.0+cpu") wherever its index or its folders of wheels have one, and never fetches another release by gigabytes.
@@ -19,7 +19,7 @@ moh_lm_environment() {
     prefix=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
     [[ $prefix ]] || { own=yes prefix=$root/.venv; }
     if [[ $prefix == *:* ]]; then
-        moh_lm_fail "$prefix has a colon, which PATH cannot hold: move it"
+        moh_lm_fail "$prefix contains a colon, which separates the entries of PATH: move it"
         return
     fi
     if ! moh_lm_installed; then
@@ -148,7 +148,10 @@ moh_lm_make_venv() {
 moh_lm_pip() {
     # PIP_USER: a user-wide `user = true` makes pip refuse to work in an environment.
     (cd "$root" && PIP_USER=0 "$prefix/bin/python" -m pip install --progress-bar off "$@") >>"$log" 2>&1 && return
-    printf '%s\n' "$before" >"$stamp"
+    local code=$?
+    if ((code < 128)) && ! tail -n 3 "$log" | grep -q 'cancelled by user'; then # neither killed nor interrupted
+        printf '%s\n' "$before" >"$stamp.new" && mv "$stamp.new" "$stamp"
+    fi
     moh_lm_show_log "pip failed"
 }
 

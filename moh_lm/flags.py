@@ -237,7 +237,7 @@ class FlagsOfFile(argparse.Action):
             texts = as_texts(value, action.nargs == "+")
             together = "".join(texts)
             if "\0" in together or together != together.encode(errors="replace").decode():
-                raise ConfigError([f"--config {path}: {name}: holds a character that no name can have; remove it"])
+                raise ConfigError([f"--config {path}: {name}: contains NUL or half of a surrogate pair; remove it"])
             parser._check_value(action, texts)
             action(parser, namespace, texts)
 

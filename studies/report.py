@@ -22,7 +22,7 @@ from studies.times import read_times
 def write(out, table):
     """Write OUT/REPORT.md, its pictures, and OUT/runs.jsonl. table: a ``Table``."""
     found, diverged = read_runs(out / "runs", table)
-    left_out = {size: [f"{name}, seed {seed}: diverged" for name, seed in runs] for size, runs in diverged.items()}
+    left_out = {size: [f"{name}, seed {seed}: diverged" for name, _, seed in runs] for size, runs in diverged.items()}
     forms = {variant.name: variant.form for variant in table.variants}
     tuned = tuning_losses(found.get(table.sizes[0].name, {}))
     of_form = {forms[name]: losses for name, losses in reversed(tuned.items())}  # the first variant of a form is tuned
@@ -31,6 +31,11 @@ def write(out, table):
     sizes = {size: variants for size, variants in sizes.items() if variants}
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
     times = {size: read_times(out, size, DENSE) for size in sizes}
+    chosen = {name: min(losses, key=losses.get) for name, losses in best.items() if losses}
+    diverged = {
+        size: {name for name, factor, _ in runs if chosen.get(name, factor) == factor}
+        for size, runs in diverged.items()
+    }
     text = markdown(sizes, factors, table, tuned, left_out, times, diverged)
     publish_own(out, {"REPORT.md": text.encode(), "runs.jsonl": recorded(out, table)})
     print(text)
@@ -40,7 +45,7 @@ def write(out, table):
 def read_runs(directory, table):
     """Return {size: {variant: {learning rate factor: {seed: run}}}} of complete runs, in the order of the table.
 
-    Also returns {size: [(variant, seed) of a run that diverged]}, without tuning runs.
+    Also returns {size: [(variant, factor, seed) of a run that diverged]}, without tuning runs.
     """
     found, diverged = {}, {}
     for size in table.sizes:
@@ -52,7 +57,7 @@ def read_runs(directory, table):
                     factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
                     factors.setdefault(factor, {})[seed] = run
                 elif seed != TUNING_SEED and results.has_diverged(path.parent):
-                    diverged.setdefault(size.name, []).append((variant.name, seed))
+                    diverged.setdefault(size.name, []).append((variant.name, factor, seed))
     return found, diverged
 
 
@@ -102,7 +107,8 @@ def tuning_losses(variants):
 
 
 def markdown(sizes, factors, table, tuned, left_out, times, diverged):
-    """The whole report. sizes: {size: {variant: {seed: run}}}. factors, times: by size. diverged: see ``read_runs``."""
+    """The whole report. sizes: {size: {variant: {seed: run}}}. factors, times: by size. diverged: {size: variants of
+    which a compared run diverged}."""
     heads = {size.name: size.heads for size in table.sizes}
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     for size, variants in sizes.items():
@@ -128,7 +134,7 @@ def answers(sizes, table, diverged):
     """Yield the differences that answer the questions of the table, by size, and the answers. A variant of which a run
     diverged at a size that decides is not better than another."""
     rows, ruling = [], [size.name for size in table.sizes[:2]]
-    gave_up = {name for size in ruling for name, _ in diverged.get(size, ())}
+    gave_up = set().union(*(diverged.get(size, ()) for size in ruling))
     for name, against, question in table.questions:
         found = {
             size: results.differences(variants.get(name, {}), variants.get(against, {}))

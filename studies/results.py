@@ -73,8 +73,9 @@ def has_diverged(directory):
 
 
 def events(run):
-    """The names of all events of a run, in order."""
-    return [row["event"] for _, row in complete_rows(run / "events.jsonl") if isinstance(row.get("event"), str)]
+    """The names of a run's events in order, without those of --after-save, which may come after its end."""
+    names = (row.get("event") for _, row in complete_rows(run / "events.jsonl"))
+    return [name for name in names if isinstance(name, str) and name != "after-save failed"]
 
 
 def metrics(run):

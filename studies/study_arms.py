@@ -24,7 +24,7 @@ MHA = "--num-key-value-heads {all}"
 OWN_KEYS = f"{SIGMOID} {MHA} --routed-keys selected"
 HALF, MOST, QUARTER = (f"--num-attention-heads {{{share}}}" for share in ("half", "three_quarters", "quarter"))
 # The columns are heads that are always on, and heads chosen for each token, in eighths. Rules name those of the first
-# two tiers, except paper_gated-50.
+# two tiers, except paper_gated-50, and paper-75 and released-75.
 VARIANTS = (
     Variant("dense", None),
     Variant("gated-50", None, 0, f"{GATED} {HALF}"),  # a model with half of the query heads

@@ -61,7 +61,7 @@ def short_run(plan, size, variant, number):
 def numbers_of_rounds(plan, size):
     """The numbers of the rounds that were begun at a size on this machine, in order."""
     place = short_run(plan, size, plan.table.variants[0], 1).directory.parents[1]
-    return sorted({int(path.name.removeprefix("round-")) for path in place.glob("*/round-*/")})
+    return sorted({int(path.name.removeprefix("round-")) for path in place.glob("*/round-*") if path.is_dir()})
 
 
 def dense_seconds(plan, size):

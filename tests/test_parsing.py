@@ -87,8 +87,8 @@ def test_no_other_module_parses_what_others_wrote():
         ("num_shared_heads: &a [*a]", "num_shared_heads: holds a list inside of a list"),
         ("data_mix: {a: [1]}", "data_mix: holds a list inside of a list"),
         ("? [a]\n: 1", "unhashable key"),
-        ('data_dir: "\\ud800"', "data_dir: holds a character that no name can have"),
-        ('data_dir: "a\\0b"', "data_dir: holds a character that no name can have"),
+        ('data_dir: "\\ud800"', "data_dir: contains NUL or half of a surrogate pair"),
+        ('data_dir: "a\\0b"', "data_dir: contains NUL or half of a surrogate pair"),
         ("batch_tokens: 1e99999999999K", "write a whole number"),
     ],
 )

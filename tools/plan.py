@@ -137,7 +137,7 @@ def with_degrees(config, degrees, given):
 
 def make_plan(config, machine):
     """Return the estimates for one layout."""
-    from moh_lm.cost.flops import flops_per_token
+    from moh_lm.cost.flops import computed_share, flops_per_token
     from moh_lm.cost.memory import memory_estimate
     from moh_lm.cost.time import step_seconds
 
@@ -146,7 +146,7 @@ def make_plan(config, machine):
     seconds = step_seconds(config, machine)
     step, tokens = sum(seconds.values()), run.tokens_per_iteration
     days = None if run.train_iters is None else run.samples_after(run.train_iters) / run.global_batch_size * step / DAY
-    flops = flops_per_token(config.model, run.seq_length)["dense"] * tokens
+    flops = flops_per_token(config.model, run.seq_length)["dense"] * tokens * computed_share(config.optimizer)
     return {
         **{degree: getattr(parallel, degree) for degree in DEGREES},
         "data_parallel_size": config.data_parallel_size(gpus),

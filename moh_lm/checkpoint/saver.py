@@ -175,14 +175,10 @@ class Saver:
             temporary.rename(final)
         except OSError as error:
             return [describe_failure(error, temporary, sum(entry["bytes"] for entry in entries.values()))]
-        try:  # the step is complete; a start repairs ``latest``
-            flush(final.parent)
-            point_latest(final)
-        except OSError as error:
-            problem = f"{error.filename or final.parent}: {error.strerror}"
-            print(f"{problem}; {final} is complete", file=sys.stderr, flush=True)
         self.verified.add(step_number(final))
-        self.remove()
+        if is_done(flush, final.parent):  # else a crash may undo the renaming, so older steps stay
+            is_done(point_latest, final)  # if not, the next start repairs it
+            self.remove()
         return []
 
     def remove(self):
@@ -244,6 +240,17 @@ class Saver:
         self.finish()
         if self.removal is not None:
             self.removal.join()
+
+
+def is_done(work, path):
+    """Return whether ``work(path)`` succeeds after a checkpoint is complete; if not, print why."""
+    try:
+        work(path)
+    except OSError as error:
+        problem = f"{error.filename or path}: {error.strerror}"
+        print(f"{problem}; the checkpoint itself is complete", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def not_finite(step, fragments):

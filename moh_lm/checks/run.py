@@ -264,8 +264,10 @@ def batch_warmup_problems(run):
 def warmup_problems(config):
     """Check --seq-length-warmup."""
     given, whole = config.data.seq_length_warmup, config.run.seq_length
+    if not given:
+        return []
     try:
-        length, iterations = config.data.length_warmup if given else (1, 1)
+        length, iterations = config.data.length_warmup
     except ValueError:
         length = iterations = 0
     if 1 <= length < whole and iterations >= 1:

@@ -13,7 +13,7 @@ that; no GPU has run it.
 
 import numpy as np
 
-from moh_lm.cost.flops import flops_per_token, muon_flops
+from moh_lm.cost.flops import computed_share, flops_per_token, muon_flops
 from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
 from moh_lm.kernels.choose import ATTENTION
 
@@ -63,7 +63,8 @@ def step_seconds(config, machine):
     def bandwidth(ranks_spanned):
         return 1e9 * (machine.intra_node if ranks_spanned <= machine.gpus_per_node else machine.inter_node)
 
-    flops = flops_per_token(model, run.seq_length)["dense"] * (4 / 3 if run.recompute else 1)
+    share = computed_share(config.optimizer) + (1 / 3 if run.recompute else 0)  # recomputing is another forward pass
+    flops = flops_per_token(model, run.seq_length)["dense"] * share
     speed = machine.gpu_tflops * 1e12 * machine.efficiency
     micro_batch = max(flops * tokens * compute_share / tp / speed, host_seconds(config, layers))
     activation = width * tokens * model.hidden_size

@@ -131,7 +131,7 @@ def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
         note = f"the weights sum to {total} parts and were rounded to {LARGEST_PERIOD} by largest remainder"
     problems = [
         f"weight {weight} of source {name} is less than one sample in {LARGEST_PERIOD}: "
-        "raise it with --data-mix, or leave the source out there"
+        "raise it in --data-mix, or leave the source out there"
         for (name, weight), integer in zip(weights.items(), integers, strict=True)
         if integer < 1
     ]

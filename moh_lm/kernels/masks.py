@@ -75,8 +75,8 @@ def windows(window, length, device, dtype):
     """Return the ``AttentionMask`` of a window in one sequence, from a cache unless torch.compile traces this."""
     if torch.compiler.is_compiling():
         return sliding.__wrapped__(window, length, device, dtype)
-    quarter = max(1, 1 << (length - 1).bit_length() >> 3)  # of the power of two below: lengths share a few masks
-    room = -(-length // quarter) * quarter
+    half = max(1, 1 << (length - 1).bit_length() >> 2)  # of the power of two below, so that lengths share masks
+    room = -(-length // half) * half
     with torch.inference_mode(False):  # a step of training may read the mask next
         return sliding(window, room, device, dtype).first(length)
 

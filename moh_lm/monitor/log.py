@@ -41,7 +41,7 @@ class RunLog:
         paths = [Path(directory) / name for name in ("metrics.jsonl", "samples.jsonl")]
         for path in paths:
             keep_rows(path, first_step)
-        write_json(Path(directory) / "config.json", config.to_dict())  # after old rows: its save interval judges them
+        write_json(Path(directory) / "config.json", config.to_dict())  # last: a resume judges old rows by it
         self.rows, self.sample_rows = map(Rows, paths)
         self.writers = Writers(directory, first_step, config.run.wandb, config.to_dict())
 

@@ -185,13 +185,14 @@ class Run:
 
     def while_others_wait(self, work):
         """Run ``work`` on rank 0; the others wait, because a rank that had left would be named as the cause."""
-        self.watchdog.progress(seconds=REPORT)
-        self.watchdog.limit_groups(REPORT)
+        seconds = self.after_save.patience + REPORT
+        self.watchdog.progress(seconds)
+        self.watchdog.limit_groups(seconds)
         on_rank_zero(work)
 
-    def end_after_save(self, most=STOP_S):
-        """Wait for commands of --after-save, ``most`` seconds at most."""
-        self.after_save.close(self.watchdog.progress, most)
+    def end_after_save(self):
+        """Wait for commands of --after-save, less long if the run was asked to stop."""
+        self.after_save.close(self.watchdog.progress, STOP_S if self.stopping else math.inf)
 
     def flags(self):
         """Return whether this rank was asked to stop, and whether it is still writing a checkpoint."""
@@ -263,7 +264,7 @@ class Run:
         self.profile.close()
         self.saver.close()
         self.watchdog.limit_groups(self.after_save.patience + REPORT)  # as they exit, the others wait for rank 0
-        self.end_after_save(STOP_S if self.stopping else math.inf)
+        self.end_after_save()
         self.loader.close()
         self.engine.close()
         self.tell_alarms()

@@ -31,7 +31,7 @@ class LivenessCheck:
 
     def __init__(self, name, hosts):
         self.name, self.rank, self.hosts = name, dist.get_rank(), hosts
-        self.slack = 1 + len(hosts) / 500  # seconds of the requests themselves, four for each rank
+        self.slack = 1 + len(hosts) / 500  # seconds for the store's requests, four for each rank
         try:
             self.waiting, self.calling = connect(name), connect(name)  # the first one blocks while it waits
         except (KeyError, RuntimeError):  # another kind of rendezvous: nothing can be checked

@@ -1,5 +1,6 @@
 """One process of a run, a rank: how it joins the others, what it prints, and how it exits."""
 
+import contextlib
 import glob
 import os
 import re
@@ -27,6 +28,7 @@ from moh_lm.training.deepspeed import start
 from moh_lm.training.deepspeed.process_groups import set_timeout
 
 DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA, where it is loaded
+FILES = 4096  # that a rank may have open, besides connections to other ranks
 GPUS = "/dev/nvidia[0-9]*"  # those that this process may use: a container can be without
 
 
@@ -70,9 +72,13 @@ def start_process_group(timeout):
 
 
 def raise_file_limit():
-    """Let this process open as many files as it may: rank 0 keeps three connections of every rank."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Let this process open enough files: rank 0 keeps three connections of every rank, besides its own files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = FILES + 8 * int(os.environ["WORLD_SIZE"])
+    need = need if hard == resource.RLIM_INFINITY else min(need, hard)
+    if soft != resource.RLIM_INFINITY and soft < need:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
 def own_device():

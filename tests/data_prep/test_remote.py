@@ -319,7 +319,7 @@ def test_a_dataset_of_the_hub_gives_its_texts(hub, model, tmp_path):
 def test_a_hub_without_ranges_never_gives_other_bytes(hub, model, tmp_path, monkeypatch):
     monkeypatch.setattr(Hub, "ranges", False)
     _, error = tokenize(model, tmp_path / "out", "s=hf://datasets/o/n/a.jsonl", code=1)
-    assert "a.jsonl: the server sends whole files only; download it, and give the copy" in error
+    assert "a.jsonl: the server ignores range requests; download the file, and give the copy" in error
 
 
 def test_what_may_not_be_listed_is_not_absent(hub, model, tmp_path, monkeypatch):

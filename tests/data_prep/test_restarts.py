@@ -279,7 +279,7 @@ def test_a_worker_that_is_killed_fails_its_unit_only(model, tmp_path):
                 worker.kill()
         elif event != "progress":
             outcome[unit.name] = (event, value)
-    said = "its worker process died (exit code -9, probably for want of memory; use fewer --workers)"
+    said = "its worker process died (exit code -9, probably out of memory; use fewer --workers)"
     assert outcome["large.jsonl"] == ("failed", said)
     assert outcome["small.jsonl"][0] == "done"
 

@@ -17,7 +17,7 @@ from moh_lm.units import rounded
 
 POINTS = 400
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # errors of a malformed row
-UNREAD = ("source_load", "source_gate_rms")  # of a row's heads
+UNREAD = ("source_load", "source_gate_rms")  # figures of a row's heads that no picture shows
 STARTS = ("resumed", "started")  # events after which later steps of earlier starts no longer count
 HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load (1: all heads are used alike)",
@@ -69,7 +69,7 @@ class RunRecord:
         found = []
         for _, row in complete_rows(self.directory / name):
             if isinstance(heads := row.get("heads"), dict):
-                for key in UNREAD:  # three quarters of a row
+                for key in UNREAD:  # they are three quarters of its bytes
                     heads.pop(key, None)
             found.append(row)
             self.progress()
