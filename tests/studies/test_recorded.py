@@ -146,13 +146,17 @@ def test_losses_and_differences_of_the_history_are_those_of_the_published_runs()
     losses = {(size, arm): of for (size, arm, factor), of in found.items() if factor == best.get(arm)}
 
     def difference(size, arm, other):
-        seeds = sorted(losses[size, arm].keys() & losses[size, other].keys())
-        values = [losses[size, arm][seed] - losses[size, other][seed] for seed in seeds]
+        return interval(losses[size, arm], losses[size, other])
+
+    def interval(one, other):
+        values = [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
         quantile = {5: 2.131847, 3: 2.919986}[len(values)]  # the 95% quantile of Student's t
         half = quantile * statistics.stdev(values) / len(values) ** 0.5
         return f"{statistics.fmean(values):+.3f} ± {half:.3f}"
 
-    section = (root / "docs/history/study.md").read_text().partition("## The second start so far")[2]
+    section, _, later = (
+        (root / "docs/history/study.md").read_text().partition("## The second start so far")[2].partition("\n## ")
+    )
     parts = [part.strip().splitlines()[2:] for part in section.split("\n\n") if part.lstrip().startswith("|")]
     s2, pairs, m2 = [[[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in part] for part in parts]
     assert (len(s2), len(pairs), len(m2)) >= (13, 14, 13)
@@ -165,3 +169,8 @@ def test_losses_and_differences_of_the_history_are_those_of_the_published_runs()
     for arm, other, *said in pairs:
         for size, text in zip(("s2", "m2"), said, strict=True):
             assert text == (difference(size, arm, other) if text else ""), (size, arm, other)
+    gated = found["s2", "gated-50", "0.49"]
+    assert f"| `gated-50` | 0.00392 | {' | '.join(f'{gated[seed]:.4f}' for seed in range(1, 6))} |" in later
+    lower = interval(losses["s2", "gated-50"], gated).removeprefix("+")
+    assert f"ends {lower} lower than at 0.008" in later
+    assert f"minus `gated-50` is {interval(losses['s2', 'sigmoid-50'], gated)} instead" in later
