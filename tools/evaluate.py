@@ -16,6 +16,7 @@ has to be fixed.
 import contextlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def evaluate(arguments):
 
     from tools.tasks.rows import load_tasks
 
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness's pool for bootstraps sometimes never ends
     entries = entries_of(arguments.suite, arguments.tasks)
     with load_tasks(entries, arguments.data) as (manager, tasks):
         model = load_model(arguments)
