@@ -45,6 +45,8 @@ def test_the_report_compares_complete_runs_seed_by_seed(tmp_path):
             write_run(tmp_path, f"model/{name}/rate-1-seed", seed, {0: start, 10: {"a": loss, "b": loss + 1}}, [90])
     write_run(tmp_path, "model/moh-75/rate-1-seed", 4, {0: start, 5: {"a": 1.0, "b": 1.0}}, [90])  # stopped at half
     write_run(tmp_path, "model/moh-75/rate-1-seed", 5, {0: start, 10: {"a": None, "b": 1.0}}, [90])  # diverged
+    write_run(tmp_path, "model/moh-50/rate-1-seed", 0, {0: start, 10: {"a": 2.5, "b": 3.5}}, [90])  # of the tuning
+    write_run(tmp_path, "model/moh-50/rate-2-seed", 1, {0: start, 10: {"a": None, "b": 1.0}}, [90])  # not compared
     report.write(tmp_path, table_of(tmp_path))
     rows = rows_of(tmp_path)
     # Differences -0.1, -0.05, -0.15: mean -0.1, standard deviation 0.05, t(2) = 2.920 for 90%.

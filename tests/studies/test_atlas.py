@@ -105,7 +105,9 @@ def test_a_run_that_diverged_is_never_trained_again(tmp_path):
         run.directory.mkdir(parents=True)
         write_json(run.directory / "config.json", parse_config(run.arguments)[0].to_dict())
         begin(run)
-        (run.directory / "events.jsonl").write_text('{"event": "started", "step": 0}\n{"event": "failed", "step": 9}\n')
+        names = ("started", "failed", "after-save failed")
+        lines = "".join(json.dumps({"event": event, "step": step}) + "\n" for step, event in enumerate(names))
+        (run.directory / "events.jsonl").write_text(lines)
         plan = make(tmp_path, *flags, *rates)  # as the same command again does
         found = plan.next_run(set(), {})
         assert found is None or found.name != name
