@@ -4,7 +4,7 @@
 
 ``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain override those of the table and of a variant. Runs of one
 seed have equal initial weights in common parameters and read the same samples in the same order, so that they can be
-compared in pairs. With several --rates, each variant uses the one that was best for seed 0.
+compared in pairs. With several --rates, each variant uses its best (tuning.py).
 OUT/runs/model/VARIANT/rate-FACTOR-seed-N is the directory of a run (runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments must be fixed; 75 a run stopped as asked; 130 Ctrl-C.

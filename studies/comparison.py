@@ -24,19 +24,20 @@ from studies.runs import (
     lock_directory,
     train_all,
 )
-from studies.table import SEEDS, TUNING_SEED, Size, Variant, factor
+from studies.table import SEEDS, TUNING_SEED, Size, Variant
+from studies.tuning import mean_losses, neighbours, search
 
-MOST_RATES = 6  # most rates tried for a form whose best is always at the edge
 OVERHEAD = 1.1  # time with evaluations and the start of a run over its training time
 
 
 class Trial(NamedTuple):
-    """A run that the table requires. factor: multiplies the learning rate; None until tuning has found it."""
+    """A run that the table requires. factor: multiplies the learning rate; a guess until tuning makes it ``known``."""
 
     size: Size
     variant: Variant
-    factor: float | None
+    factor: float
     seed: int
+    known: bool = True
 
 
 def compare(flags):
@@ -119,7 +120,7 @@ class Comparison:
         return math.ceil(tokens / config.run.tokens_per_iteration)
 
     def run(self, trial):
-        size, variant, factor, seed = trial
+        size, variant, factor, seed, *_ = trial
         steps = self.iterations(size, variant)
         name = f"{size.name}/{variant.name}/{run_name(factor, seed)}"
         directory = self.flags.out / "runs" / name
@@ -146,23 +147,47 @@ class Comparison:
             variants = [variant for variant in self.variants if variant.tier == tier]
             for variant in variants:
                 if variant.form not in best:
-                    tuned = next(first for first in self.table.variants if first.form == variant.form)
-                    wanted, best[variant.form] = tuning(self.tuning_losses(tuned), self.flags.rates)
-                    yield from (Trial(self.table.sizes[0], tuned, factor, TUNING_SEED) for factor in wanted)
+                    tuning, *best[variant.form] = self.tune(variant.form)
+                    yield from tuning
             for size in self.sizes:
                 for seed in seeds:
-                    yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
+                    trials = (Trial(size, variant, factor, seed, known)
+                              for variant in variants for factor, known in [best[variant.form]])  # fmt: skip
+                    yield from (trial for trial in trials if not self.tunes(trial))
+
+    def tune(self, form):
+        """Return (trials that find the factor of a form, the best one or a guess, whether it is known)."""
+        rates, tuned = self.flags.rates, self.first_of(form)
+        if len(rates) == 1:
+            return [], rates[0], True
+        losses = self.tuning_losses(tuned)
+        bracket, middle = search(mean_losses(losses, [TUNING_SEED]), rates)
+        likely = middle or sorted(rates)[len(rates) // 2]
+        factors, best = search(mean_losses(losses, SEEDS), neighbours(likely, bracket))
+        size, bracketed = self.table.sizes[0], middle is not None
+        trials = [Trial(size, tuned, factor, TUNING_SEED) for factor in bracket]
+        trials += [Trial(size, tuned, factor, seed, bracketed) for factor in factors for seed in SEEDS]
+        return trials, best or likely, bracketed and best is not None
+
+    def first_of(self, form):
+        """Return the variant with which a form is tuned."""
+        return next(variant for variant in self.table.variants if variant.form == form)
+
+    def tunes(self, trial):
+        """Whether ``tune`` asks for a trial."""
+        tuned = len(self.flags.rates) > 1 and trial.variant is self.first_of(trial.variant.form)
+        return tuned and trial.size is self.table.sizes[0] and trial.seed in SEEDS
 
     def tuning_losses(self, variant):
-        """{factor: final loss} of the runs of seed 0 that have ended; inf for those that diverged."""
+        """{factor: {seed: final loss}} of the runs that have ended; inf for those that diverged."""
         size = self.table.sizes[0]
         folder, steps, found = self.flags.out / "runs" / size.name / variant.name, self.iterations(size, variant), {}
-        for path in folder.glob(f"rate-*-seed-{TUNING_SEED}/"):
+        for path in folder.glob("rate-*-seed-*/"):
             losses, named = final_evaluation(path, steps), factor_and_seed(path)
             if named and has_diverged(path):
-                found[named[0]] = math.inf
+                found.setdefault(named[0], {})[named[1]] = math.inf
             elif named and losses and None not in losses.values():
-                found[named[0]] = mean(losses.values())
+                found.setdefault(named[0], {})[named[1]] = mean(losses.values())
         return found
 
     def next_run(self, busy, codes):
@@ -170,7 +195,7 @@ class Comparison:
         left = self.flags.hours - (time.monotonic() - self.begun) / 3600
         speeds = {size: self.speed(size) for size in self.trained} if left < math.inf else {}
         for trial in self.trials():
-            if trial.factor is None:
+            if not trial.known:
                 continue
             run = self.run(trial)
             begun = run.directory in {*busy, *codes} or run.is_complete() or has_diverged(run.directory)
@@ -183,7 +208,7 @@ class Comparison:
 
         This includes runs of variants that are not requested now, because the report compares with them.
         """
-        runs = [self.run(trial) for trial in self.trials() if trial.factor is not None]
+        runs = [self.run(trial) for trial in self.trials() if trial.known]
         for run in runs:
             if problems := schedule_problems(parse_config(run.arguments)[0]):
                 raise ConfigError([f"{run.name}: {problems[0]}"])
@@ -205,13 +230,9 @@ class Comparison:
         """Tokens per second of the dense model, which ``times.measure`` has measured."""
         return 1 / times.dense_seconds(self, size)
 
-    def likely_run(self, trial):
-        """Return the run of a trial; until its form is tuned, the run with the factor 1."""
-        return self.run(trial._replace(factor=trial.factor or 1))
-
     def hours(self, trial, speed):
         """Estimate the hours of the rest of a run. FLOPs say how much slower than the dense model it is."""
-        run, config = self.likely_run(trial), self.config(trial.size, trial.variant)
+        run, config = self.run(trial), self.config(trial.size, trial.variant)
         cost, dense = (flops_per_token(each.model, each.run.seq_length)["active"]
                        for each in (config, self.config(trial.size, self.table.variants[0])))  # fmt: skip
         done = max((row["step"] for row in metrics(run.directory)), default=0)
@@ -225,7 +246,7 @@ class Comparison:
         speeds = {size: self.speed(size) for size in self.trained}
         for trial in self.trials():
             cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
-            if self.likely_run(trial).is_complete():
+            if self.run(trial).is_complete():
                 there += 1
                 continue
             hours = self.hours(trial, speeds[trial.size])
@@ -242,22 +263,3 @@ class Comparison:
             for cell, hours in cells.items():
                 print(f"    {cell:<28}{len(hours)} x {mean(hours):.2f} h")
         print(f"complete already: {there} runs. Hours are estimated from a few steps of the dense model.")
-
-
-def tuning(losses, rates):
-    """Return (factors to try, the best one or None), given {factor: loss} so far and the initial ``rates``.
-
-    A single rate needs no trial. While the best is the lowest or the highest tried, a factor beyond it is added, as
-    far from it as its neighbour. A factor that diverged has the loss inf.
-    """
-    if len(rates) == 1:
-        return [], rates[0]
-    wanted = list(rates)
-    while len(wanted) < MOST_RATES and losses.keys() >= set(wanted):
-        best, ordered = min(wanted, key=losses.get), sorted(wanted)
-        if ordered[0] < best < ordered[-1]:
-            break
-        neighbour = ordered[1] if best == ordered[0] else ordered[-2]
-        wanted.append(factor(f"{best * best / neighbour:.3g}"))
-    known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
-    return wanted, min(wanted, key=losses.get) if known else None

@@ -17,16 +17,19 @@ from studies.recorded import recorded
 from studies.results import DENSE, LENGTHS, final_loss, final_losses, flops, significance, spread, tokens_of
 from studies.table import TUNING_SEED
 from studies.times import read_times
+from studies.tuning import choosing_losses, tuning_sections
 
 
 def write(out, table):
     """Write OUT/REPORT.md, its pictures, and OUT/runs.jsonl. table: a ``Table``."""
     found, diverged = read_runs(out / "runs", table)
-    left_out = {size: [f"{name}, seed {seed}: diverged" for name, _, seed in runs] for size, runs in diverged.items()}
+    left_out = {
+        size: [f"{name}, seed {seed}, factor {factor:g}: diverged" for name, factor, seed in runs]
+        for size, runs in diverged.items()
+    }
     forms = {variant.name: variant.form for variant in table.variants}
-    tuned = tuning_losses(found.get(table.sizes[0].name, {}))
-    of_form = {forms[name]: losses for name, losses in reversed(tuned.items())}  # the first variant of a form is tuned
-    best = {name: of_form.get(form, {}) for name, form in forms.items()}
+    tuned = tuning_losses(found.get(table.sizes[0].name, {}), forms)
+    best = {name: choosing_losses(tuned.get(form, {})) for name, form in forms.items()}
     sizes = {size: alike(compared(variants, best), left_out.setdefault(size, [])) for size, variants in found.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
@@ -97,13 +100,16 @@ def usual(values):
     return next((value for value, _ in Counter(values).most_common(1)), None)
 
 
-def tuning_losses(variants):
-    """{variant: {factor: final loss}} of the seed that tunes."""
-    found = {
-        name: {factor: final_loss(runs[TUNING_SEED]) for factor, runs in sorted(factors.items()) if TUNING_SEED in runs}
-        for name, factors in variants.items()
+def tuning_losses(variants, forms):
+    """{form: {factor: {seed: final loss}}} of the first variant of each form, given the ``forms`` of all."""
+    firsts = {form: name for name, form in reversed(forms.items())}
+    return {
+        form: {
+            factor: {seed: final_loss(runs[seed]) for seed in runs} for factor, runs in sorted(variants[name].items())
+        }
+        for form, name in firsts.items()
+        if name in variants
     }
-    return {name: losses for name, losses in found.items() if losses}
 
 
 def markdown(sizes, factors, table, tuned, left_out, times, diverged):
@@ -127,7 +133,7 @@ def markdown(sizes, factors, table, tuned, left_out, times, diverged):
     ]
     for size, variants in sizes.items():
         lines += losses_section(size, variants)
-    return "\n".join([*lines, *tuning_section(tuned, table.sizes[0])]) + "\n"
+    return "\n".join([*lines, *tuning_sections(tuned, table.sizes[0])]) + "\n"
 
 
 def answers(sizes, table, diverged):
@@ -286,22 +292,3 @@ def shown(found, factor, seeds):
     ends = "" if low is None else f" [{low * factor:.2f}, {high * factor:.2f}]"
     pairs = f" ({number} of {seeds} seeds)" if number < seeds else ""
     return f"{center * factor:.2f}{ends}" + ("" if inside else "*") + pairs
-
-
-def tuning_section(tuned, size):
-    """The final loss of each form at every factor of the learning rate that was tried; the best is bold."""
-    if not tuned:
-        return
-    factors = sorted({factor for losses in tuned.values() for factor in losses})
-    yield f"## Learning rates: size {size.name}, seed {TUNING_SEED}"
-    yield ""
-    rows = []
-    for name, losses in tuned.items():
-        cells = {factor: f"{losses[factor]:.4f}" if factor in losses else "" for factor in factors}
-        best = min(losses, key=losses.get)
-        cells[best] = f"**{cells[best]}**"
-        rows.append([name, *cells.values()])
-    yield from results.write_table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
-    yield ""
-    yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed. A"
-    yield "form that has no run with it yet is compared at the peak rate that its row gives."

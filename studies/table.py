@@ -18,8 +18,8 @@ from moh_lm.flags import make_parser, parse_flags
 from moh_lm.units import above_0, at_least
 
 FLAGS = "All flags of python -m moh_lm.pretrain are accepted too, and override those of the table."  # the end of --help
-TUNING_SEED = 0  # it chooses learning rates, so it takes no part in the comparison
-SEEDS = (1, 2, 3)  # every variant has these before one gets more
+TUNING_SEED = 0  # it brackets learning rates (tuning.py), and takes no part in the comparison
+SEEDS = (1, 2, 3)  # they choose learning rates, and every variant has them before one gets more
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def add_comparison_flags(parser, variants, rates, seeds=SEEDS):
     add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
     add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[*seeds], help="seeds of weights and of the "
         f"order of samples (default: {' '.join(map(str, seeds))})")  # fmt: skip
-    add("--rates", type=factor, metavar="X", nargs="+", default=rates, help="factors of the learning rate; the best "
-        f"for seed {TUNING_SEED} is used (default: {' '.join(map(str, rates))})")  # fmt: skip
+    add("--rates", type=factor, metavar="X", nargs="+", default=rates, help="factors of the learning rate; each form "
+        f"has its own best of them (default: {' '.join(map(str, rates))})")  # fmt: skip
     add("--hours", type=above_0, metavar="X", default=math.inf, help="start no run that would end later (default: no "
         "limit)")  # fmt: skip
     add("--plan", action="store_true", help="show what would be trained and exit")

@@ -127,10 +127,11 @@ def test_with_several_rates_each_variant_is_compared_at_its_own(data_dir, tmp_pa
         assert f"--learning-rate {2e-3 * float(rate):g} " in " ".join(run.arguments) and run.iterations == 7
         assert run.arguments[run.arguments.index("--warmup-iters") + 1] == "40" and "--eval-interval" in run.arguments
         assert run.arguments.count("--warmup-iters") == run.arguments.count("--save-interval") == 1
-        assert seed == "0" or float(rate) == best[variant]
-        loss = abs(math.log(float(rate) / best[variant]))
+        steps = math.log2(float(rate) / best[variant]) - (seed == "0")  # seed 0 has its best a factor too high
+        assert seed == "0" or -1 <= steps <= 2, "the others try the neighbours of seed 0's best and of their own"
+        loss = abs(steps)
         write_run(tmp_path, run.name.rpartition("-")[0], int(seed), {0: {"a": 9.0}, 7: {"a": loss}}, [1], iterations=7)
-    assert {path.parent.name for path in (tmp_path / "runs/model").glob("*/rate-*-seed-1")} == {*best}
+    assert {variant: plan.tune(variant)[1:] for variant in best} == {name: (rate, True) for name, rate in best.items()}
 
 
 def test_flags_that_mislead_are_refused(data_dir, tmp_path, capsys):

@@ -14,7 +14,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from studies import atlas as command
-from studies import comparison, runs, times
+from studies import comparison, runs, times, tuning
 from studies.atlas_forms import SIZES, VARIANTS
 from tests.studies.written_runs import begin
 
@@ -56,22 +56,24 @@ def test_a_variant_is_a_legal_model_with_the_share_in_its_name(size, tmp_path):
 
 def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
     rates = [0.5, 1, 2]
-    assert comparison.tuning({}, rates) == (rates, None)
-    assert comparison.tuning({0.5: 3.2, 1: 3.0}, rates) == (rates, None)
-    assert comparison.tuning({0.5: 3.2, 1: 3.0, 2: 3.1}, rates) == (rates, 1)
-    assert comparison.tuning({0.5: 3.2, 1: 3.1, 2: 3.0}, rates) == ([*rates, 4], None)
-    assert comparison.tuning({0.5: 3.2, 1: 3.1, 2: 3.0, 4: math.inf}, rates) == ([*rates, 4], 2)
-    assert comparison.tuning({0.5: math.inf, 1: math.inf, 2: math.inf}, rates) == ([*rates, 0.25], None)
-    falling = {0.5 * 2**step: 3 - step for step in range(comparison.MOST_RATES)}
-    assert comparison.tuning(falling, rates) == (sorted(falling), max(falling))  # it ends
-    assert comparison.tuning({}, [1.0]) == ([], 1.0)
+    assert tuning.search({}, rates) == (rates, None)
+    assert tuning.search({0.5: 3.2, 1: 3.0}, rates) == (rates, None)
+    assert tuning.search({0.5: 3.2, 1: 3.0, 2: 3.1}, rates) == (rates, 1)
+    assert tuning.search({0.5: 3.2, 1: 3.1, 2: 3.0}, rates) == ([*rates, 4], None)
+    assert tuning.search({0.5: 3.2, 1: 3.1, 2: 3.0, 4: math.inf}, rates) == ([*rates, 4], 2)
+    assert tuning.search({0.5: math.inf, 1: math.inf, 2: math.inf}, rates) == ([*rates, 0.25], None)
+    falling = {0.5 * 2**step: 3 - step for step in range(tuning.MOST_RATES)}
+    assert tuning.search(falling, rates) == (sorted(falling), max(falling))  # it ends
+    known = {0.25: 2.9, 0.5: 3.2, 1: 3.0, 2: 3.1}  # what stands at another rate counts, too
+    assert tuning.search(known, rates) == ([*rates, 0.25, 0.125], None)
+    assert tuning.search({0.125: 3.0, **known}, rates)[1] == 0.25
 
 
 def test_a_factor_has_the_digits_of_its_directory(tmp_path):
     flags = "--rates 0.7071067811865476 1 1.4142135623730951 --variants dense --sizes s".split()
     rates = make(tmp_path, *flags).flags.rates
     assert [float(f"{rate:g}") for rate in rates] == rates == [0.707107, 1, 1.41421]
-    wanted, _ = comparison.tuning({0.333333: 1, 1: 2}, [0.333333, 1])
+    wanted, _ = tuning.search({0.333333: 1, 1: 2}, [0.333333, 1])
     assert [float(f"{rate:g}") for rate in wanted] == wanted == [0.333333, 1, 0.111]
     plan = make(tmp_path, *"--rates 0.3333333333333333 --variants dense --sizes s --seeds 1".split())
     run = plan.next_run(set(), {})
@@ -82,17 +84,20 @@ def test_a_factor_has_the_digits_of_its_directory(tmp_path):
 def test_forms_are_tuned_then_compared_and_nothing_is_done_twice(tmp_path):
     rates = ("--rates", "0.5", "1", "2", "--sizes", "s", "m")
     plan = make(tmp_path, "--variants", "dense", "paper-50", "paper-75", "--seeds", "1", "2", *rates)
-    best = ("dense/rate-1", "paper-50/rate-2")
     names, losses = [], {("dense", "0.5"): 3.1, ("dense", "1"): 3.0, ("paper-50", "2"): 2.9, ("paper-50", "4"): 3.0}
+    others = losses | {("dense", "0.5"): 2.9}  # with the three seeds, dense has its best at the edge
     while run := plan.next_run(set(), {}):
         names.append(run.name)
         _, variant, rest = run.name.split("/")
-        loss = losses.get((variant, rest.split("-")[1]), 3.2)
+        _, rate, _, seed = rest.split("-")
+        loss = (others if int(seed) else losses).get((variant, rate), 3.2)
         write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": loss}})
     assert names == [
         *(f"s/dense/rate-{factor}-seed-0" for factor in ("0.5", "1", "2")),
+        *(f"s/dense/rate-{factor}-seed-{seed}" for factor in ("0.5", "1", "2", "0.25") for seed in "123"),
         *(f"s/paper-50/rate-{factor}-seed-0" for factor in ("0.5", "1", "2", "4")),
-        *(f"{size}/{name}-seed-{seed}" for size in "sm" for seed in "12" for name in best),
+        *(f"s/paper-50/rate-{factor}-seed-{seed}" for factor in ("1", "2", "4") for seed in "123"),
+        *(f"m/{name}-seed-{seed}" for seed in "12" for name in ("dense/rate-0.5", "paper-50/rate-2")),
         *(f"{size}/paper-75/rate-2-seed-{seed}" for size in "sm" for seed in "12"),
     ]  # fmt: skip
 
@@ -111,7 +116,7 @@ def test_a_run_that_diverged_is_never_trained_again(tmp_path):
         plan = make(tmp_path, *flags, *rates)  # as the same command again does
         found = plan.next_run(set(), {})
         assert found is None or found.name != name
-    assert plan.tuning_losses(VARIANTS[0]) == {0.5: math.inf}
+    assert plan.tuning_losses(VARIANTS[0])[0.5] == {0: math.inf}
 
 
 def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
@@ -129,13 +134,15 @@ def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
 
 def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, capsys):
     plan = make(tmp_path, "--variants", "dense", "--rates", "0.5", "1", "--seeds", "1", "2", "--sizes", "s")
-    *tuned, one, _ = plan.trials()
-    assert len(tuned) == 2 and one.factor is None
-    run = plan.run(one._replace(factor=1))
+    trials = list(plan.trials())
+    assert [(trial.factor, trial.seed, trial.known) for trial in trials] == [
+        (0.5, 0, True), (1, 0, True), *((factor, seed, False) for factor in (0.5, 1) for seed in (1, 2, 3))
+    ]  # fmt: skip
+    run = plan.run(trials[-1])
     write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
     plan.describe_plan()
     said = capsys.readouterr().out
-    assert "planned: 3 runs" in said and "complete already: 1 runs" in said
+    assert "planned: 7 runs" in said and "complete already: 1 runs" in said
 
 
 @pytest.mark.parametrize(
@@ -370,7 +377,7 @@ def test_odd_folders_end_no_plan(tmp_path):
     steps = plan.iterations(plan.sizes[0], VARIANTS[0])
     for name in ("rate-x-seed-0", "rate-1e-seed-0", "rate-1.0-seed-0", "rate-1-seed-1 (copy)", "rate-2-seed-0"):
         write_rows(tmp_path / "runs/s/dense" / name, {"step": steps, "evaluation": {"a": 3.0}})
-    assert plan.tuning_losses(VARIANTS[0]) == {2: 3.0}
+    assert plan.tuning_losses(VARIANTS[0]) == {2: {0: 3.0}}
     assert [trial.factor for trial in plan.there()] == [2]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import multipliers, report, results
+from studies import multipliers, report, results, tuning
 from studies.atlas_forms import TABLE
 from tests.studies.written_runs import write_run, write_times
 
@@ -104,22 +104,31 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     factor, low, high, inside, seeds = multipliers.multipliers(table)["released-50"]
     expected = [math.exp(value) for value in (wide[0], sum(leads) / 3, wide[1])]
     assert [low, factor, high] == pytest.approx(expected, rel=1e-3) and (inside, seeds) == (True, 3)
-    assert report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
+    losses = report.tuning_losses(found, {"released-50": "released", "released-75": "released"})["released"]
+    assert tuning.mean_losses(losses, [0]) == {1: 1.5, 2: 1.0}
+    assert tuning.choosing_losses(losses) == {2: pytest.approx(sum(form) / 3)}
     points = [stats.t.ppf(0.95, degrees) for degrees in range(1, 16)]
     assert list(results.STUDENT) == pytest.approx(points, abs=5e-4)
 
 
-def test_a_form_is_compared_at_the_rate_that_its_tuning_found_best(tmp_path):
-    for factor, loss, tuning in ((0.5, 3.2, 3.1), (1, 3.0, 2.9), (2, 3.1, 3.0)):
-        for variant, seeds in (("dense", (0, 1, 2)), ("dense-half", (1, 2))):
-            for seed in seeds:
-                last = {0: START, 10: {"a": loss if seed else tuning}}
+@pytest.mark.parametrize("seeds, best", [((0, 1, 2), 1), ((0, 1, 2, 3), 2)])
+def test_a_form_is_compared_at_its_best_rate(seeds, best, tmp_path):
+    """Seed 0 decides until three others have run at several rates; then their mean does."""
+    losses = {0.5: 3.2, 1: 3.1, 2: 3.0}
+    for factor, loss in losses.items():
+        for variant in ("dense", "dense-half"):
+            for seed in seeds if variant == "dense" else seeds[1:]:
+                last = {0: START, 10: {"a": loss if seed else loss - 0.5 * (factor == 1)}}
                 write_run(tmp_path, f"s/{variant}/rate-{factor}-seed", seed, last, [90], head_selection="all")
     report.write(tmp_path, TABLE)
     lines = (tmp_path / "REPORT.md").read_text().splitlines()
     assert [line.split("|")[11].strip() for line in lines if line.startswith("| dense") and "all 8" in line] == [
-        "**3.0000 ± 0.0000**"
+        f"**{losses[best]:.4f} ± 0.0000**"
     ] * 2
+    tables = {line for line in lines if line.startswith("## Learning rates")}
+    assert tables == {
+        f"## Learning rates: size s, {words}" for words in ("seed 0", "mean of seeds 1 to 3")[: len(seeds) - 2]
+    }
 
 
 def test_the_report_says_what_is_told_apart(tmp_path):
@@ -149,7 +158,7 @@ def test_runs_that_diverged_and_seeds_without_a_pair_are_named(tmp_path):
     write_run(tmp_path, "s/paper-50/rate-1-seed", 6, {0: START}, [90])  # and this one goes on
     lines, rows = written(tmp_path)
     assert [line for line in lines if line.startswith("- ")] == [
-        "- size s, paper-50, seed 4: diverged", "- size s, paper-50, seed 5: diverged"
+        f"- size s, paper-50, seed {seed}, factor 1: diverged" for seed in (4, 5)
     ]  # fmt: skip
     assert rows["paper-50"][9] == "3" and rows["paper-50"][12].endswith(" significant (2 of 3 seeds)")
 
