@@ -9,7 +9,7 @@ VISION = ["pillow", "diffusers>=0.32", "scikit-learn", "transformers>=4.46", *PL
 REAL = ["gguf>=0.10", "accelerate", "transformers>=4.46", *PLOT]  # GGUF files: quickstart_continue.sh --real
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
 COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/cli
-NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("*.py"))]
+NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("[a-z]*.py"))]
 
 setup(
     name="moh-lm",

@@ -3,6 +3,7 @@
 import ast
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,11 @@ def test_the_report_of_a_run_needs_no_torch():
         packages = {f"{module.rpartition('.')[0]}.__init__" for module in waiting}
         waiting = {name for module in (waiting | packages) & MODULES.keys() for name in imports(module)} - reached
     assert "numpy" in reached and not {name for name in reached if name.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("name", ABOVE)
+def test_no_installed_package_hides_a_folder_of_commands(name, tmp_path):
+    """Many packages install a folder `tools` or `tests` by mistake; Python prefers it to a folder without a file."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    assert PathFinder.find_spec(name, [str(ROOT), str(tmp_path)]).origin == str(ROOT / name / "__init__.py")

@@ -1,0 +1,1 @@
+"""Measurements of kernels, steps and generation."""

@@ -1,0 +1,1 @@
+"""Raw corpora become token shards: tokenize.py and its parts."""

@@ -1,0 +1,1 @@
+"""Scripts that train, and the programs that they call."""

@@ -1,0 +1,1 @@
+"""Comparisons of many runs: what they train, and their reports."""

@@ -1,0 +1,1 @@
+"""Commands for checkpoints, data, exports, plans and reports, one file each."""
