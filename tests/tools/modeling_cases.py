@@ -33,10 +33,10 @@ def make_model(seed=0, kernels="sdpa", **changes):
     model = MoHLlamaForCausalLM._from_config(MoHLlamaConfig(**{**SHAPE, **changes}), attn_implementation=kernels).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, counts in model.named_buffers():
             if name.endswith("bias_steps"):
-                parameter.random_(-4, 5, generator=generator)
-                continue
+                counts.random_(-4, 5, generator=generator)
+        for parameter in model.parameters():
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
             parameter.normal_(float(parameter.ndim == 1), 1.5 * spread, generator=generator)
     return model

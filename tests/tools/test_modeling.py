@@ -200,12 +200,27 @@ def test_gates_have_no_gradient_where_heads_are_split(monkeypatch):
         mine.sum().backward()
 
 
-def test_gradients_are_asked_for_of_a_whole_router_but_its_counts():
-    router = make_model(load_balance_bias_rate=0.05).model.layers[0].self_attn.router
-    for wanted in (False, True):
-        assert router.requires_grad_(wanted) is router
-        needed = {name for name, weight in router.named_parameters() if weight.requires_grad}
-        assert needed == ({"w_shared", "w_routed", "w_type"} if wanted else set())
+def test_peft_trains_the_weights_of_a_router_and_leaves_its_counts():
+    peft = pytest.importorskip("peft")
+    model = make_model(load_balance_bias_rate=0.05)
+    before = model.model.layers[0].self_attn.router.bias_steps.clone()
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", modules_to_save=["router"])
+    model = peft.get_peft_model(model, config)
+    tokens = random_tokens(2, 6)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    router = model.base_model.model.model.layers[0].self_attn.router.modules_to_save["default"]
+    assert {name for name, weight in router.named_parameters() if weight.grad is not None} == {
+        "w_shared", "w_routed", "w_type"
+    }  # fmt: skip
+    assert router.bias_steps.any() and torch.equal(router.bias_steps, before)
+
+
+def test_counts_of_a_router_are_a_parameter_for_vllm():
+    config = make_model(load_balance_bias_rate=0.05).config
+    config._attn_implementation = "vllm"
+    router = layer_router(config, 0)
+    assert {*dict(router.named_parameters())} == {"w_shared", "w_routed", "w_type", "bias_steps"}
+    assert router.bias_steps.dtype == torch.int32 and not router.bias_steps.requires_grad
 
 
 def query_norm_router(heads):

@@ -70,8 +70,7 @@ class MoHLlamaRouter(nn.Module):
         super().__init__()
         self.form, self.width, self.top_p, self.in_bf16, self.bias_rate = form, width, top_p, in_bf16, bias_rate
         steps = torch.zeros(form.layer.num_routed * form.groups, dtype=torch.int32)  # counts, which no dtype rounds
-        biased = bias_rate and form.layer.num_routed
-        self.register_parameter("bias_steps", nn.Parameter(steps, requires_grad=False) if biased else None)
+        self.register_buffer("bias_steps", steps if bias_rate and form.layer.num_routed else None)
         weights = form.weights(0.0, width)
         for name in WEIGHTS:
             rows, _ = weights.get(name, (0, None))
@@ -115,12 +114,6 @@ class MoHLlamaRouter(nn.Module):
         rivals = self.form.rivals(scores)
         return select(rivals, self.form.layer.num_active, self.top_p, self.in_bf16).reshape(scores.shape)
 
-    def requires_grad_(self, requires_grad=True):
-        """Apply to the weights only, since counts have no gradient, and PEFT calls it for the whole module."""
-        for weight in self.parameters():
-            weight.requires_grad_(requires_grad and weight.is_floating_point())
-        return self
-
 
 def routing_form(config, layer, num_heads, heads_per_expert=1, groups=1):
     """Return the routing form of a layer with ``num_heads`` heads, which compete inside ``groups`` groups."""
@@ -141,7 +134,11 @@ def layer_router(config, layer):
     """Return the router of a layer of a language model."""
     in_bf16, bias_rate = config.routing_dtype == "bf16", config.load_balance_bias_rate
     width = config.gate_width or config.hidden_size
-    return MoHLlamaRouter(layer_form(config, layer), width, config.routing_top_p, in_bf16, bias_rate)
+    router = MoHLlamaRouter(layer_form(config, layer), width, config.routing_top_p, in_bf16, bias_rate)
+    if config._attn_implementation == "vllm" and (steps := router.bias_steps) is not None:  # vLLM loads no buffers
+        del router.bias_steps
+        router.bias_steps = nn.Parameter(steps, requires_grad=False)
+    return router
 
 
 class AllHeads(nn.Module):
