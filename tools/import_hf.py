@@ -120,7 +120,7 @@ def import_model(arguments, name, given):
     settings = settings_of(arguments.model, old, ids)
     if "tokenizer.json" in tokenizer and names_code(arguments.model):
         print("note: tokenizer_config.json names Python code, which is left out; tokenizer.json is used without it")
-    num_tokens = tokens_of(old or arguments.model, old_vocab_size) if arguments.extend_vocab else old_vocab_size
+    num_tokens = tokens_of(arguments.model, old, old_vocab_size) if arguments.extend_vocab else old_vocab_size
     kept = num_tokens if new else old_vocab_size  # new tokens take the rows that pad the old vocabulary
     is_compared = not arguments.old_tokenizer and (arguments.model / "tokenizer.json").is_file()  # by find_tokenizers
     spell = old, new, num_tokens, vocab_size, is_compared

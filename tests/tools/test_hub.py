@@ -34,7 +34,8 @@ def api(monkeypatch):
 def test_a_name_is_downloaded_and_a_directory_is_not(api, tmp_path):
     assert hub.model_directory(tmp_path) == tmp_path and not api.calls
     assert hub.model_directory(Path("org/some-model")) == Path("/cache/model")
-    assert api.calls == [("snapshot_download", ("org/some-model",), {"allow_patterns": hub.FILES})]
+    patterns = {"allow_patterns": hub.FILES, "ignore_patterns": hub.COPIES}
+    assert api.calls == [("snapshot_download", ("org/some-model",), patterns)]
     assert hub.model_directory(Path("hf://org/some-model")) == Path("/cache/model") and len(api.calls) == 2
     assert not any("*.bin" in pattern or "*.py" in pattern for pattern in hub.FILES)  # nothing that can run
 

@@ -211,6 +211,19 @@ def test_a_static_cache_keeps_as_many_heads_as_a_token_uses(changes, kept, atten
     torch.testing.assert_close(again[mask.bool()], whole[mask.bool()], rtol=0, atol=3e-6 * whole.abs().max().item())
 
 
+@pytest.mark.skipif(not hasattr(StaticCache, "crop"), reason="this transformers cannot take back tokens")
+@pytest.mark.parametrize("changes", OWN_KEYS)
+@torch.no_grad()
+def test_tokens_that_a_static_cache_takes_back_leave_nothing(changes):
+    """As assisted decoding does with tokens that the model would not have chosen."""
+    model, tokens = make_model(**changes), random_tokens(2, 12)
+    whole, cache = model(tokens, use_cache=False).logits, StaticCache(model.config, max_cache_len=16)
+    model(torch.cat([tokens[:, :7], random_tokens(2, 4, seed=1)], 1), past_key_values=cache)
+    cache.crop(-4)
+    again = model(tokens[:, 7:], past_key_values=cache).logits
+    torch.testing.assert_close(again, whole[:, 7:], rtol=0, atol=3e-6 * whole.abs().max().item())
+
+
 @torch.no_grad()
 def test_a_step_with_a_static_cache_of_own_keys_is_one_graph():
     model, tokens = make_model(routed_keys="selected", num_shared_heads=[0, 0]), random_tokens(2, 12)

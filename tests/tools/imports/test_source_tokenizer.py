@@ -18,6 +18,7 @@ from tests.tools.imports.llamas import make_llama, small_model
 from tools import generate
 from tools.hf.convert import export_check, tiktoken_json
 from tools.hf.convert.source_tokenizer import begin_id, restore, settings_of
+from tools.hf.convert.tokenizer_json import read_model, write_tokenizer
 
 CHAT = "{% for message in messages %}<|turn|>{{ message['content'] }}{{ eos_token }}{% endfor %}"
 TALK = [{"role": "user", "content": "The quick fox"}, {"role": "assistant", "content": "jumps </s> over"}]
@@ -142,12 +143,34 @@ def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
     (tmp_path / "out").mkdir()
     special = tiktoken_json.write_tokenizer(path, tmp_path / "out", 64)
     source = settings_of(tmp_path, None, ids)
-    found = restore(tmp_path / "out", source, ids, special)
+    found = restore(tmp_path / "out", source, ids, special, 128_256)
     assert begin_id({"step": 0, "imported": {"tokenizer": source}}, tmp_path / "out") == 128_000
     assert (found["bos"], found["eos"], found["pad"]) == (128_000, [128_009, 128_001], 128_004)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])["input_ids"]
     assert ids == [128_010, ord("a"), ord("b"), 128_009]
+
+
+def test_markers_of_a_template_have_the_ids_and_rows_of_the_source(imported, tool, tmp_path):
+    """A tokenizer.json adds a special marker, another that is not special, and padding beyond the model's rows."""
+    make_llama(tmp_path / "hf", vocab_size=280)
+    old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    write_tokenizer(read_model(old), tmp_path / "hf", 64)
+    source = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf", split_special_tokens=False)
+    source.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
+    source.add_tokens([tokenizers.AddedToken("<call>", normalized=False, special=False)])
+    source.add_special_tokens({"pad_token": "[PAD]"})
+    source.chat_template = "{% for turn in messages %}<|start|>{{ turn.content }}<call>{% endfor %}"
+    source.save_pretrained(tmp_path / "hf")
+    Path(old).rename(tmp_path / "hf/tokenizer.model")
+    code, _, errors = tool("export_hf", "--checkpoint", imported(tmp_path / "hf"), "--output", tmp_path / "out")
+    assert code == 0, errors
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    talk = [{"role": "user", "content": "the cat"}]
+    assert exported.apply_chat_template(talk)["input_ids"] == source.apply_chat_template(talk)["input_ids"]
+    assert max(exported(["a cat", "the cat sat and a dog"], padding=True)["input_ids"][0]) < 280
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert source.pad_token_id == 280 and config["pad_token_id"] == exported.pad_token_id < 280
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -17,6 +17,7 @@ from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.imports.llamas import MIXTURE, make_llama, small_model
 from tools.hf.convert import import_step, import_vocabulary, import_weights
 from tools.hf.convert.import_vocabulary import token_ids
+from tools.hf.convert.tokenizer_json import read_model, write_tokenizer
 
 
 def test_new_rows_are_near_the_mean_of_the_old_ones_which_stay(imported, llama):
@@ -155,6 +156,38 @@ def test_a_hugging_face_tokenizer_is_extended_beside_a_tokenizer_model(imported,
     call = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", "--tokenizer", tmp_path / "wide")
     code, _, errors = tool(*call, "--extend-vocab", 320)
     assert code == 2 and f"--tokenizer {tmp_path}/wide: id " in errors and "add_tokens of transformers" in errors
+
+
+def with_added_tokens(directory, old):
+    """A model of 278 pieces whose tokenizer.json has two trained tokens more than its tokenizer.model."""
+    model = make_llama(directory, vocab_size=300)
+    write_tokenizer(read_model(old), directory, 64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
+    tokenizer.save_pretrained(directory)
+    shutil.copy(old, directory / "tokenizer.model")
+    return model, tokenizer
+
+
+def test_rows_of_tokens_that_a_tokenizer_json_adds_are_kept(imported, tool, tmp_path):
+    old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    model, tokenizer = with_added_tokens(tmp_path / "hf", old)
+    tokenizer.add_tokens(["<new1>", "<new2>"])
+    tokenizer.save_pretrained(tmp_path / "wide")
+    extend = ("--extend-vocab", 320, "--tokenizer")
+    found = dict(full_parameters(find_step(imported(tmp_path / "hf", *extend, tmp_path / "wide"))))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        before = model.state_dict()[name]
+        assert torch.equal(found[name][:280], before[:280]) and not torch.equal(found[name][280:300], before[280:])
+    longer = small_model(tmp_path / "longer", ["a cat and a dog", "the cat sat"] * 20, 278)
+    proto = read_model(longer)
+    proto.pieces.add(piece="dogs", score=-999)
+    Path(longer).write_bytes(proto.SerializeToString())
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend, longer)
+    assert (
+        code == 2
+        and f"--tokenizer {longer}: id 278 is 'dogs' and in {tmp_path}/hf/tokenizer.json it is '<|sta" in errors
+    )
 
 
 def test_an_old_tokenizer_that_is_none_is_refused(tool, tmp_path):

@@ -14,6 +14,7 @@ except ImportError:  # it comes with transformers
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 OF_EXPORTS = ["*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.py"]  # files that differ among exports
+COPIES = ["consolidated*"]  # Mistral's second copy of all weights
 FILES = [  # files of a model that is imported
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "original/tokenizer.model",
 ]  # fmt: skip
@@ -46,7 +47,7 @@ def model_directory(model: Path) -> Path:
         raise ConfigError([f"{given}; to download it from the hub: pip install huggingface_hub, and {by_hand}"])
     print(f"downloading {name} from the Hugging Face hub", flush=True)
     try:
-        return Path(HfApi().snapshot_download(name, allow_patterns=FILES))
+        return Path(HfApi().snapshot_download(name, allow_patterns=FILES, ignore_patterns=COPIES))
     except Exception as error:  # from the client of the hub, or its HTTP library
         raise ConfigError([f"{given}, and the hub does not provide it ({words(error)}); try {by_hand}"]) from error
 

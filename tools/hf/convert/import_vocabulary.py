@@ -13,6 +13,7 @@ every prediction at first. Old rows stay unchanged, to the bit.
 """
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -80,12 +81,16 @@ def size_of(path):
     return Tokenizer(str(path)).vocab_size
 
 
-def tokens_of(path, vocab_size):
-    """Return how many of the ``vocab_size`` rows are tokens of the tokenizer at ``path``; all if it cannot be read."""
-    try:
-        return min(size_of(path), vocab_size)
-    except ConfigError:
-        return vocab_size
+def tokens_of(directory, old, vocab_size):
+    """Return how many of the ``vocab_size`` rows are tokens of the model in ``directory``; all if nothing can be read.
+
+    old: path of its tokenizer.model, or None. A tokenizer.json beside it may have more.
+    """
+    sizes, own = [], directory / TOKENIZER_FILES[1]
+    for path in filter(None, (old, own if own.is_file() else None)):
+        with suppress(ConfigError):
+            sizes.append(size_of(path))
+    return min(max(sizes, default=vocab_size), vocab_size)
 
 
 def spelled(old, new, num_tokens, vocab_size, is_compared=False):
@@ -156,6 +161,29 @@ def pieces_by_id(file):
     return {index: piece for piece, index in vocabulary.items()}
 
 
+def refuse_other_pieces(own, new, old):
+    """Raise ConfigError if ``new`` has other pieces at ids of the source's tokenizer.json, the file ``own``.
+
+    Names of added tokens may change. old: the source's tokenizer.model, with which ``spelled`` compares, or None.
+    """
+    try:
+        before = {token["id"]: token["content"] for token in read_json(own).get("added_tokens", [])}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError([f"{own}: cannot be read ({error}); fix it, or delete it"]) from error
+    file = next(iter(model_files(new).values()))
+    if file.suffix == ".json":
+        before, now = pieces_by_id(own) | before, pieces_by_id(file)
+    else:
+        first = size_of(old) if old else 0
+        before = {index: text for index, text in before.items() if index >= first}
+        if is_tiktoken(file):
+            now = {rank: token.decode(errors="replace") for token, rank in read_ranks(file)[0].items()}
+        else:
+            pieces = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes()).pieces
+            now = {index: piece.piece for index, piece in enumerate(pieces)}
+    refuse_other_ids(own, new, {index: before[index] for index in before.keys() & now.keys()}, now)
+
+
 def find_tokenizers(arguments, vocab_size):
     """Return (path of the model's tokenizer, path of the run data's tokenizer, {name: bytes} of files for the step).
 
@@ -169,9 +197,8 @@ def find_tokenizers(arguments, vocab_size):
     named = given[0] if given else "tokenizer of the model,"
     if new:
         contents, own = read_tokenizer(new, vocab_size, named), arguments.model / TOKENIZER_FILES[1]
-        if TOKENIZER_FILES[1] in contents and own.is_file():
-            before, now = pieces_by_id(own), pieces_by_id(model_files(new)[TOKENIZER_FILES[1]])
-            refuse_other_ids(own, new, {index: before[index] for index in before.keys() & now.keys()}, now)
+        if own.is_file() and arguments.tokenizer:
+            refuse_other_pieces(own, new, old)
         return old, new, contents
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
     return old, new, {path.name: without_code(path) for path in kept}

@@ -61,9 +61,9 @@ def settings_of(directory, model, ids):
         names = ("tokenizer", "tokenizer_config", "special_tokens_map")
         pieces, config, named = (optional_json(directory / f"{name}.json") for name in names)
         tokens = {name: text_of((named | config).get(f"{name}_token")) for name in NAMES}
-        added = {token["content"]: token["id"] for token in pieces.get("added_tokens", []) if token.get("special")}
-        decoder = config.get("added_tokens_decoder", {}).items()
-        added |= {token["content"]: int(index) for index, token in decoder if token.get("special")}
+        entries = [(token["id"], token) for token in pieces.get("added_tokens", [])]
+        entries += config.get("added_tokens_decoder", {}).items()
+        added = {token["content"]: (int(index), bool(token.get("special"))) for index, token in entries}
         side = config.get("padding_side") or (pieces.get("padding") or {}).get("direction", "").lower()
         usual = "left" if config.get("tokenizer_class", "").startswith(LEFT) else "right"
         template = directory / "chat_template.jinja"
@@ -76,7 +76,10 @@ def settings_of(directory, model, ids):
         raise ConfigError([f"{directory}: has a tokenizer that cannot be read ({error}); {remedy}"]) from error
     if model is None and not pieces and not config:
         return {}
-    found = {"tokens": {name: text for name, text in tokens.items() if text}, "special": added, "begins": begins}
+    special, others = ({text: index for text, (index, of) in added.items() if of == kind} for kind in (True, False))
+    found = {"tokens": {name: text for name, text in tokens.items() if text}, "special": special, "begins": begins}
+    if chat:  # the others are markers of its template; without one, texts are encoded as in training
+        found["added"] = others
     return found | {"padding_side": side or usual, **({"chat_template": chat} if chat else {})}
 
 
@@ -116,14 +119,17 @@ def begin_id(state, directory):
     return state["data"].get("bos_id")
 
 
-def restore(directory, source, ids, special):
+def restore(directory, source, ids, special, vocab_size):
     """Give the tokenizer in ``directory`` the settings of the ``source``. Returns {"bos", "eos", "pad", "unk"} -> ids.
 
     ids: those in the source's configuration. special: the tokenizer's own ids. Missing tokens are added if their ids
-    are free. A text ends with the tokens of the source, or with the one that ends documents of the data.
+    are free, and among the ``vocab_size`` rows of the model. A text ends with the tokens of the source, or with the
+    one that ends documents of the data.
     """
     tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
-    add_tokens(tokenizer, source["special"])
+    for name, is_special in (("special", True), ("added", False)):
+        tokens = {text: index for text, index in source.get(name, {}).items() if index < vocab_size}
+        add_tokens(tokenizer, tokens, is_special)
     known = numbers_of(tokenizer)
     tokens = {name: text for name, text in source["tokens"].items() if text in known}
     if tokens.get("pad") == tokens.get("eos", config.get("eos_token")):  # collators exclude padding from the loss
@@ -139,8 +145,8 @@ def restore(directory, source, ids, special):
     return found | {"eos": ends if len(ends) > 1 else ends[0] if ends else None}
 
 
-def add_tokens(tokenizer, special):
-    """Add special tokens, {text: id}, to the content of a tokenizer.json, where ids are free in its vocabulary.
+def add_tokens(tokenizer, tokens, special):
+    """Add tokens, {text: id}, to the content of a tokenizer.json, where ids are free in its vocabulary.
 
     The vocabulary of a unigram model is a list in the order of ids, to which nothing is added.
     """
@@ -148,11 +154,11 @@ def add_tokens(tokenizer, special):
     if not isinstance(vocabulary, dict):
         return
     taken = {*known.values()}
-    new = {text: index for text, index in special.items() if text not in known and index not in taken}
+    new = {text: index for text, index in tokens.items() if text not in known and index not in taken}
     vocabulary |= new
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer["added_tokens"] += [
-        {"id": index, "content": text, **flags, "special": True} for text, index in new.items()
+        {"id": index, "content": text, **flags, "special": special} for text, index in new.items()
     ]
     tokenizer["added_tokens"].sort(key=lambda token: token["id"])
 

@@ -40,7 +40,7 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
         source = imported.get("tokenizer", {})
         special = export_tokenizer(tokenizer, directory, length, parses="chat_template" in source)
         if source:
-            special = restore(directory, source, imported["token_ids"], special)
+            special = restore(directory, source, imported["token_ids"], special, config.model.vocab_size)
         begin = begin_id(state, directory)
         begins = begin is not None
         if begins:

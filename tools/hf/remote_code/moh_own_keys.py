@@ -163,7 +163,10 @@ class OwnKeysStaticLayer(StaticLayer or object):
         """See ``OwnKeysLayer``."""
         if self.members is None:
             return positions_in_heads(used)
-        return positions_in_heads(used, self.members[:, :: self.members.shape[1] // used.shape[1]].sum(-1, True))
+        members = self.members[:, :: self.members.shape[1] // used.shape[1]]
+        if (past := getattr(self, "cumulative_length", None)) is not None:  # ``crop`` of transformers 5 lowers it only
+            members = members & (torch.arange(self.max_cache_len, device=members.device) < past)
+        return positions_in_heads(used, members.sum(-1, True))
 
     def update(self, key, value, more, **kwargs):
         """Add key, value: [b, h / r, s, e]. more: cache_position, the slots of transformers 4, and used, bool [b, h,
