@@ -22,6 +22,7 @@ def plan_warnings(config, dataset):
         found = ends if warmup >= iterations else "is mostly warm-up"
         choose = f"choose about {math.ceil(iterations / 20)}, a twentieth"
         yield f"--warmup-iters {warmup}: the run of {iterations} iterations {found}; {choose}"
+    yield from unfinished_warmups(config)
     if rate > HIGH_RATE:
         yield (
             f"--learning-rate {rate:g}: is high. AdamW moves a weight by about this in a step, and weights begin with "
@@ -62,3 +63,14 @@ def plan_warnings(config, dataset):
             f"--vocab-size {vocabulary}: the tokenizer of the data has {pieces} pieces, so that "
             f"{1 - pieces / vocabulary:.0%} of the embedding and the output head are never used; choose {fewer}"
         )
+
+
+def unfinished_warmups(config):
+    """Yield a sentence for a warm-up of the length or of the batch that goes on when the run ends."""
+    last = config.run.samples_after(config.run.train_iters - 1)
+    if config.length_at(last) < config.seq_length:
+        ends = f"the run ends with parts of {config.length_at(last)} tokens"
+        yield f"--seq-length-warmup {config.data.seq_length_warmup}: {ends}; choose fewer iterations for it"
+    if config.run.batch_at(last) < config.run.global_batch_size:
+        ends = f"the run ends with {config.run.batch_at(last)} sequences per step"
+        yield f"--batch-warmup {config.run.batch_warmup}: {ends}; choose fewer tokens for it"

@@ -44,7 +44,7 @@ SCALED = (  # how a language model whose gates are far from 1 loses its routers
 )
 OF_TRAINING = (  # fields that change how a run is trained, besides those of the optimizer
     "train_iters", "train_tokens", "batch_tokens", "batch_warmup", "precision", "seed", "absurd_factor", "spike_sigmas",
-    "spike_window", "on_spike",
+    "spike_window", "on_spike", "ema_decay",
 )  # fmt: skip
 
 

@@ -159,6 +159,8 @@ def test_a_plan_is_held_against_the_memory_of_a_named_device(name, room, dry_run
 WARNINGS = {
     "--warmup-iters 40": "--warmup-iters 40: the run of 40 iterations ends at 100% of --learning-rate",
     "--warmup-iters 21": "--warmup-iters 21: the run of 40 iterations is mostly warm-up",
+    "--seq-length-warmup 4:4000": "--seq-length-warmup 4:4000: the run ends with parts of 4 tokens",
+    "--batch-warmup 16:1M": "--batch-warmup 16:1M: the run ends with 1 sequences per step",
     "--train-iters 9000": r"epochs of even \d\d, odd \d\d: more than 16",
     "--vocab-size 640": "--vocab-size 640: the tokenizer of the data has 64 pieces, so that 90%",
     "--learning-rate 0.02": "--learning-rate 0.02: is high",

@@ -9,6 +9,7 @@ added to its first moment. Tied embeddings are a weight used twice; recomputatio
 """
 
 import statistics
+import warnings
 
 import pytest
 import torch
@@ -95,6 +96,7 @@ def distances(case):
 
 
 def all_distances(cases):
+    warnings.filterwarnings("error", message="(?s).*silently incorrect behavior")  # of torch, where nothing is wrong
     return {case: distances(case) for case in cases}
 
 

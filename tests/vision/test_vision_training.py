@@ -21,7 +21,7 @@ from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.block import modules_of
 from moh_lm.model.router import HeadRouter
 from moh_lm.run.loop import Run
-from moh_lm.run.resume import contradictions, model_changes, of_data
+from moh_lm.run.resume import contradictions, differing, model_changes, of_data, of_training
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
 from moh_lm.vision.checks import vit_problems
@@ -144,6 +144,12 @@ def test_gumbel_noise_changes_selections_in_training_only(kind):
 def test_what_places_the_images_in_an_epoch_is_of_the_data(kind, flags, named):
     before, now = parsed(kind, FLAGS[kind].split()), parsed(kind, [*FLAGS[kind].split(), *flags.split()])
     assert of_data(now, before.to_dict()) == named
+
+
+def test_another_decay_of_the_average_is_a_change_of_training(images, tmp_path):
+    flags = arguments("dit", images, tmp_path)
+    before, now = (parsed("dit", [*flags, *more]) for more in ((), ("--ema-decay", "0.5")))
+    assert differing(of_training(now), before.to_dict(), now.to_dict()) == {"ema_decay": [0.9, 0.5]}
 
 
 def test_the_average_follows_the_weights(images, tmp_path):

@@ -9,6 +9,7 @@ need not be passed on. Each layer in the list comes with the prefix that turns i
 import contextlib
 from collections import deque
 
+import torch
 from deepspeed import pipe
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -70,7 +71,8 @@ class PipelineCausalLM(pipe.PipelineModule):
         pipeline, data, tensor = groups_shape
         batch, self.bounds = settings.batch_context(config), bounds
         self.layers = layer_list(config, settings, batch)
-        with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
+        # DeepSpeed prints the list on every start, and broadcasts tied weights, of which autograd would warn.
+        with contextlib.redirect_stdout(None), torch.no_grad():
             super().__init__(
                 [spec for _, spec in self.layers],
                 topology=PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data),
