@@ -224,11 +224,6 @@ def test_errors_are_shown_once_per_node(rank, local_rank, lines, refused, monkey
     assert len(refused("--bogus")) == lines
 
 
-def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, refused, data_dir):
-    (tmp_path / "file").touch()
-    (problem,) = refused(*REQUIRED, "--data-dir", data_dir, *TINY, "--checkpoint-dir", tmp_path / "file")
-    assert "--checkpoint-dir" in problem and "give another directory" in problem
-
 
 @pytest.mark.parametrize("flags", ["--num-layers 4", "--num-attention-heads 3 --hidden-size 48", "--vocab-size 32"])
 def test_a_flag_of_another_model_is_all_that_is_refused(flags, tmp_path, refused, data_dir):

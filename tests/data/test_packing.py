@@ -11,7 +11,6 @@ from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from moh_lm.data.packing import ROWS, count_cuts, pack
-from moh_lm.flags import parse_config
 from tests.data.directories import VOCAB, make_directory
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, equal, left_after, losses, parameters, run
@@ -177,7 +176,3 @@ def test_the_dry_run_says_what_is_cut(directory):
     finally:
         unit.write_bytes(content)
 
-
-def test_an_unknown_packing_is_refused(directory):
-    with pytest.raises(ConfigError, match="--packing tight: choose one of concatenate, best_fit"):
-        parse_config(["--packing", "tight"])

@@ -62,9 +62,6 @@ def test_json_lines_are_read_from_any_container_under_any_name(name, tmp_path):
     assert sum(count for reason, count in dropped.items() if reason != "blank line") == 0
 
 
-def test_lines_with_carriage_returns_and_newlines_are_json_lines(tmp_path):
-    assert read(write(tmp_path / "x.jsonl", b'{"text": "a"}\r\n{"text": "b"}')) == (["a", "b"], {})
-
 
 def test_frames_with_a_window_of_two_gibibytes_are_read(tmp_path):
     parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)

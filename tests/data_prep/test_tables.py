@@ -108,13 +108,6 @@ def test_a_row_beyond_the_limit_is_too_long(tmp_path, monkeypatch):
     assert read(tmp_path / "x.parquet") == (["x" * 1000], {"too long": 1})
 
 
-def test_a_file_without_the_column_is_an_error_with_its_columns(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "id": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(InputError, match="no column 'text', only content, id; give --text-key"):
-        read(tmp_path / "x.parquet")
-    assert read(tmp_path / "x.parquet", "content") == (["a"], {})
-
-
 def test_a_column_of_a_flattened_table_may_have_dots(tmp_path):
     nested = pyarrow.table({"page": [{"id": 1, "text": "a"}]})
     pyarrow.parquet.write_table(nested.flatten(), tmp_path / "flat.parquet")

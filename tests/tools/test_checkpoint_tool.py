@@ -536,19 +536,3 @@ def test_nothing_is_unpickled_and_no_damage_ends_in_a_traceback(checkpoint, copi
             (step / path).write_bytes(originals[path])
             (step / "manifest.json").write_bytes(originals[Path("manifest.json")])
     assert verify(step) == []
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        ((), "COMMAND"),
-        (("lst", "."), "choose one of"),
-        (("list", "/nowhere"), "/nowhere: is not a run directory"),
-        (("verify", "/nowhere"), "/nowhere: no checkpoint here"),
-        (("diff", "."), "B: must be given"),
-        (("consolidate", ".", "x.safetensors", "--dtype", "int8"), "int8"),
-    ],
-)
-def test_wrong_arguments_are_named_in_a_line(checkpoint, arguments, named):
-    code, text, problem = checkpoint(*arguments)
-    assert code == 2 and text == "" and named in problem and problem.count("\n") == 1

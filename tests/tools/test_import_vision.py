@@ -213,8 +213,6 @@ def test_code_in_a_file_is_not_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     "texts, words",
     [
-        ("file.pt --kind dit --preset T-80", "--preset T-80: choose one of S, S-90"),
-        ("file.pt --kind dit --preset T --image-size 64", "--image-size 64: is for --kind vit only"),
         ("nosuch.pth --kind vit --preset S-80 --image-size 100", "--image-size 100: must be a multiple of 32"),
         ("file.pt --kind dit --preset T --weights ema", "--weights ema: is not in the file; it has one set"),
         ("nosuch.pt --kind dit --preset T", "nosuch.pt: cannot be read (No such file or directory)"),

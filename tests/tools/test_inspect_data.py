@@ -270,27 +270,6 @@ def test_the_command_runs_anywhere_and_ends_with_its_reader(corpus, tmp_path):
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["absent"], "absent: no shard here; give a data directory"),
-        ([], "DIR"),
-        (["DIR", "--document", "book:3"], "book:3: write SOURCE:N, such as books:0; sources: books, wiki"),
-        (["DIR", "--document", "books"], "--document books: write SOURCE:N"),
-        (["DIR", "--document", "books:80"], "source books has 80 documents; choose one from 0 to 79"),
-        (["DIR", "--sample", "-1"], "--sample -1: must be 0 or above"),
-        (["DIR", "--sample", "0", "--data-mix", "wikis=1"], "did you mean wiki?"),
-        (["DIR", "--sample", "0", "--state", "absent.json"], "--state absent.json: is not the state.json of"),
-        (["DIR", "--document", "books:0", "--tokenizer", "README.md"], "--tokenizer README.md: not a SentencePiece"),
-        (["DIR", "--sampel", "0"], "flag --sampel is unknown"),
-    ],
-)
-def test_a_wrong_argument_is_one_line_and_exit_code_2(corpus, arguments, words):
-    output, message = inspect(*(corpus[0] if text == "DIR" else text for text in arguments), code=2)
-    assert output == ""
-    assert message.count("\n") == 1
-    assert words in message
-
 
 def test_a_directory_without_a_source_has_no_document(tmp_path, capsys):
     write_manifest(tmp_path)

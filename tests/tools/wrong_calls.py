@@ -194,8 +194,8 @@ TOOLS = {
         nosuch | nosuch: no shard here
         DATA --sample -1 | --sample -1: must be 0 or above
         DATA --document even | --document even: write SOURCE:N, such as even:0
-        DATA --document evn:0 | --document evn:0: write SOURCE:N, such as even:0
-        DATA --document even:9999 | --document even:9999: source even has 120 documents
+        DATA --document evn:0 | --document evn:0: write SOURCE:N, such as even:0; sources: even, odd
+        DATA --document even:9999 | --document even:9999: source even has 120 documents; choose one from 0 to 119
         DATA --verify --sample 0 | --sample: excludes --verify
         DATA --seq-length 32 | --seq-length: flags of moh_lm.pretrain are used by --sample, or with a budget
         DATA --verify --train-iters 9 | --train-iters: flags of moh_lm.pretrain are used by --sample
@@ -206,13 +206,15 @@ TOOLS = {
         DATA --sample 0 --state nosuch | --state nosuch: is not the state.json of a checkpoint
         DATA --sample 0 --state imported/state.json | --state imported/state.json: belongs to an import
         DATA --seq-length x | --seq-length x: write a whole number
-        DATA --data-mix evn=1 --train-iters 1 | --data-mix: no source is named evn
+        DATA --data-mix evn=1 --train-iters 1 | --data-mix: no source is named evn; the data directory has even, odd
+        DATA --document even:0 --tokenizer file | --tokenizer file: not a SentencePiece
         DATA --document even:0 --tokenizer nosuch | --tokenizer nosuch: no such file as nosuch
     """,
     "tools/plan.py": """
         | --gpus: must be given
         --gpus x | --gpus x: write a whole number
         --gpus 0 | --gpus 0: must be 1 or above
+        --gpus 1 --precision fp32 | --precision fp32: the default peak is that of bf16; give the fp32 one by --gpu
         --gpus 8 --gpu-memory nan | --gpu-memory nan: must be above 0, and finite
         --gpus 8 --efficiency 3 | --efficiency 3: must be above 0 and at most 1
         --gpus 8 --gpu-memry 40 | flag --gpu-memry is unknown: did you mean --gpu-memory?

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from moh_lm.checks import config_problems
 from moh_lm.checks.run import decay_problems
 from moh_lm.config import OptimizerConfig
 from moh_lm.data.files import read_json, write_json
@@ -124,20 +123,6 @@ def test_a_run_that_went_on_with_a_higher_peak_has_not_decayed(tmp_path):
         log = [{"step": step, "learning_rate": rate} for step, rate in enumerate(rates, 3)]
         (tmp_path / "log").write_text("".join(json.dumps(row) + "\n" for row in log))
         assert steps_below_the_peak(tmp_path / "log", optimizer, 5) == below
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ("--decay-iters 3", "--decay-iters 3: --schedule cosine has no decay; choose wsd"),
-        ("--decay-mix even=1", "--decay-mix: --schedule cosine has no decay; choose wsd"),
-        ("--schedule wsd --decay-iters 9", "--decay-iters 9: must be between 0 and 8"),
-    ],
-)
-def test_a_decay_that_cannot_be_is_refused(flags, problem):
-    text = "--data-dir data --checkpoint-dir run --train-iters 10 --warmup-iters 2 " + flags
-    assert any(problem in sentence for sentence in config_problems(parse_config(text.split())[0], 1))
-
 
 def test_a_run_within_its_warm_up_needs_no_decay():
     assert decay_problems(OptimizerConfig(schedule="wsd", decay_iters=0, warmup_iters=20), 10) == []
