@@ -16,7 +16,7 @@ from moh_lm.cost.summary import describe_layout
 from moh_lm.run.task import Task
 from moh_lm.units import by_layer, short, wrapped
 from moh_lm.vision.checks import classifier_problems, diffusion_problems
-from moh_lm.vision.config import DiTTraining, ViTTraining
+from moh_lm.vision.config import DiTConfig, DiTTraining, ViTTraining
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.engine import ImageEngine
 from moh_lm.vision.evaluation import ClassifierEvaluation, DiffusionEvaluation
@@ -84,46 +84,28 @@ def make_loader(config, images, groups, device):
     return ImageLoader(images, dist.get_rank(groups.data), dist.get_world_size(groups.data), device.type == "cuda")
 
 
-def classifier_flops(model, seq_length, measured):
-    """Return the FLOPs of training per token of the first stage: every head is computed."""
-    return training_flops(forward_flops(TransNeXt, model, model.image_size), seq_length)
-
-
-def diffusion_flops(model, seq_length, measured):
-    """Return the FLOPs of training per token: every head is computed."""
-    return training_flops(forward_flops(DiT, model, model.input_size), seq_length)
-
-
-def training_flops(forward, seq_length):
-    found = forward * (1 + BACKWARD) / seq_length
+def image_flops(model, seq_length, measured):
+    """Return the FLOPs of training per token, those of a ViT in its first stage: every head is computed."""
+    found = forward_flops(model) * (1 + BACKWARD) / seq_length
     return {"dense": found, "active": found}
 
 
 @functools.lru_cache(maxsize=2)
-def forward_flops(network, model, side):
+def forward_flops(model):
     """Return the FLOPs of one image's forward pass, as torch counts them."""
+    is_dit = isinstance(model, DiTConfig)
+    side = model.input_size if is_dit else model.image_size
     with torch.device("meta"):
-        made, image = network(model).eval(), torch.zeros(1, model.in_channels, side, side)
+        made, image = (DiT if is_dit else TransNeXt)(model).eval(), torch.zeros(1, model.in_channels, side, side)
         zero = torch.zeros(1, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        made.predict(image, zero, zero) if network is DiT else made(image)
+        made.predict(image, zero, zero) if is_dit else made(image)
     return counter.get_total_flops()
 
 
 COMMON = dict(
-    open_data=open_data, describe=describe, parameters=parameters, make_engine=ImageEngine, make_loader=make_loader
-)
-VIT = Task(
-    config_type=ViTTraining,
-    problems=classifier_problems,
-    make_evaluation=ClassifierEvaluation,
-    flops=classifier_flops,
-    **COMMON,
-)
-DIT = Task(
-    config_type=DiTTraining,
-    problems=diffusion_problems,
-    make_evaluation=DiffusionEvaluation,
-    flops=diffusion_flops,
-    **COMMON,
-)
+    open_data=open_data, describe=describe, parameters=parameters, make_engine=ImageEngine, make_loader=make_loader,
+    flops=image_flops,
+)  # fmt: skip
+VIT = Task(config_type=ViTTraining, problems=classifier_problems, make_evaluation=ClassifierEvaluation, **COMMON)
+DIT = Task(config_type=DiTTraining, problems=diffusion_problems, make_evaluation=DiffusionEvaluation, **COMMON)
