@@ -13,7 +13,7 @@ import math
 import statistics
 
 from moh_lm.monitor.head_load import ALWAYS, high_load
-from moh_lm.monitor.ranks import slowest_rank
+from moh_lm.monitor.ranks import stage_medians
 from moh_lm.units import listing
 
 WINDOW, ENOUGH = 50, 5
@@ -49,7 +49,7 @@ class Alarms:
         held = dict(self.dead_sources(accumulator))
         if accumulator.timed_tokens:
             held.update(self.slow(accumulator, ranks))
-            held.update(self.slow_rank(ranks))
+            held.update(self.slow_ranks(ranks))
         known = {THROUGHPUT, SOURCE, SLOW_RANK}
         if figures:
             held.update(self.collapsed(figures))
@@ -110,12 +110,13 @@ class Alarms:
                 text += f"; rank {waits.index(max(waits))} waits {max(waits):.2f} s per step for its data"
             yield (THROUGHPUT, None, None), text
 
-    def slow_rank(self, ranks):
-        limit = self.settings.alarm_slow_rank
-        slowest = slowest_rank(ranks) if ranks and limit else None
-        if slowest and slowest.seconds > limit * slowest.median:
-            text = f"{slowest.seconds:.3g} s of own work per step; the median of ranks like it is {slowest.median:.3g}"
-            yield (SLOW_RANK, slowest.rank, None), text
+    def slow_ranks(self, ranks):
+        limit, medians = self.settings.alarm_slow_rank, stage_medians(ranks)
+        for rank, figures in enumerate(ranks if limit else ()):
+            median = medians[figures.stage]
+            if figures.own > limit * median:
+                text = f"{figures.own:.3g} s of own work per step; the median of ranks like it is {median:.3g}"
+                yield (SLOW_RANK, rank, None), text
 
     def beyond(self, key, value, low, high):
         """Return the running median if ``value`` is below ``low`` or above ``high`` times it. Otherwise return None,

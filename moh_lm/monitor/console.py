@@ -24,14 +24,21 @@ def styled(text, style):
     return text if plain else f"\x1b[{CODES[style]}m{text}\x1b[0m"
 
 
-def show_progress(step, steps, first_step, seconds):
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<LEFT, {rate_fmt}]"  # of tqdm; the batch, and its time, may grow
+
+
+def show_progress(step, steps, first_step, seconds, left):
     """Draw a bar on a terminal on which nothing was printed for ``QUIET_S``; the next line takes its place.
 
-    step: iterations done, of ``steps``. seconds: time that the iterations since ``first_step`` took.
+    step: iterations done, of ``steps``. seconds: time that the iterations since ``first_step`` took. left: time to the
+    end, as text.
     """
     output = sys.stdout
     if isinstance(output, Output) and output.isatty() and output.quiet_seconds() >= QUIET_S:
         columns = min(80, shutil.get_terminal_size().columns) - 1
         is_ascii = "utf" not in (output.encoding or "").lower()
-        bar = tqdm.format_meter(step, steps, seconds, columns, "training", is_ascii, " steps", initial=first_step)
+        form = BAR.replace("LEFT", left)
+        bar = tqdm.format_meter(
+            step, steps, seconds, columns, "training", is_ascii, " steps", bar_format=form, initial=first_step
+        )
         output.show(bar)

@@ -1,9 +1,9 @@
 """events.jsonl, the record of what happened to a run besides its steps, and files of rows that survive a full disk.
 
 Each event is one object: "time" (UTC), "event", "step", and facts. Events: import, started, saved, save failed,
-resumed, damaged, skipped, spike, stopped, complete, failed, after-save failed, data changed, routing changed, loss
-changed, training changed, dense warm-up over, alarm, alarm over. Lines are only ever added, so the file also remembers
-that there once were checkpoints.
+resumed, damaged, skipped, spike, stopped, complete, failed, unsaved (it ended because it could not save), after-save
+failed, data changed, routing changed, loss changed, training changed, dense warm-up over, alarm, alarm over. Lines are
+only ever added, so the file also remembers that there once were checkpoints.
 
 A log is not worth ending a run for: rows that cannot be written now are written later.
 """
@@ -18,7 +18,8 @@ from pathlib import Path
 from moh_lm.monitor.console import styled
 from moh_lm.parsing import open_at_once, parse_json
 
-WARNINGS = ("alarm", "damaged", "failed", "save failed", "skipped", "spike")  # events that a terminal shows in colour
+# Events that a terminal shows in colour.
+WARNINGS = ("alarm", "damaged", "failed", "save failed", "skipped", "spike", "unsaved")
 
 
 class Rows:

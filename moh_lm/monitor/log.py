@@ -79,8 +79,6 @@ class RunLog:
     def lines(self, record):
         """Return the console's line of an interval, below the names of the columns in the first of ``LINES``."""
         step, mfu = record["step"], record["runtime"]["mfu"]
-        first, done, last = map(self.run.samples_after, (self.first_step, step, self.train_iters))
-        left = (time.perf_counter() - self.started) / (done - first) * (last - done)
         cells = (
             ("step", f"{step}/{self.train_iters}", self.step_width),
             ("loss", f"{record['loss']:.4f}", 9),
@@ -90,7 +88,7 @@ class RunLog:
             ("skip", record["skipped_steps"], 5),
             ("tokens/s", f"{record['tokens_per_second']:,.0f}", 11),
             ("MFU", f"{mfu['dense']:.0%}" if mfu else "-", 6),
-            ("left", time_left(left), 9),
+            ("left", time_left(self.seconds_left(step)), 9),
         )
         names, figures = ("".join(f"{cell[place]:>{cell[2]}}" for cell in cells) for place in (0, 1))
         self.printed += 1
@@ -104,7 +102,13 @@ class RunLog:
 
     def progress(self, step):
         """Show on a quiet terminal how far the run has come."""
-        show_progress(step, self.train_iters, self.first_step, time.perf_counter() - self.started)
+        left = time_left(self.seconds_left(step))
+        show_progress(step, self.train_iters, self.first_step, time.perf_counter() - self.started, left)
+
+    def seconds_left(self, step):
+        """Return the seconds to the end of the run if samples are read as fast as since its start."""
+        first, done, last = map(self.run.samples_after, (self.first_step, step, self.train_iters))
+        return (time.perf_counter() - self.started) / (done - first) * (last - done)
 
     def evaluation(self, step, losses, bytes_per_token=None, sinks=None):
         """Log the validation loss of each source, and for text also the perplexity and the bits per byte. sinks:
@@ -113,7 +117,7 @@ class RunLog:
         scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
         scalars["loss/validation"] = record["evaluation_mean"]
         if bytes_per_token is not None:
-            perplexity = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in losses.items()}
+            perplexity = {name: math.inf if loss >= 700 else math.exp(loss) for name, loss in losses.items()}
             bits = bits_per_byte(losses, bytes_per_token)
             record |= {"perplexity": perplexity, "evaluation_bits_per_byte": bits}  # an infinite one is null
             scalars |= {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}

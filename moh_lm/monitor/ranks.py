@@ -73,12 +73,19 @@ def rank_figures(accumulator, groups, device):
 
 
 def slowest_rank(ranks):
-    """Return the ``SlowestRank`` of [``RankFigures``]. With the lower median, one of two ranks can be slow."""
-    stages = {figures.stage for figures in ranks}
-    medians = {stage: statistics.median_low(of.own for of in ranks if of.stage == stage) for stage in stages}
+    """Return the ``SlowestRank`` of [``RankFigures``]."""
+    medians = stage_medians(ranks)
     beside = [figures.own - medians[figures.stage] for figures in ranks]
     rank = beside.index(max(beside))
     return SlowestRank(rank, ranks[rank].own, medians[ranks[rank].stage])
+
+
+def stage_medians(ranks):
+    """Return {stage: the median of its ranks' own work}. With the lower median, one of two ranks can be slow."""
+    own = {}
+    for figures in ranks:
+        own.setdefault(figures.stage, []).append(figures.own)
+    return {stage: statistics.median_low(seconds) for stage, seconds in own.items()}
 
 
 def peak_memory(device):

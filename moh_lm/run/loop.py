@@ -58,8 +58,8 @@ def run_steps(task, config, dataset, device, stop, watchdog):
         while not run.complete() and not run.stopping:
             run.step()
         run.close()
-    except (CheckpointError, BadNumbers):
-        run.while_others_wait(run.end_after_save)
+    except (CheckpointError, BadNumbers) as error:
+        run.failed("failed" if isinstance(error, (BadNumbers, NonFiniteState)) else "unsaved")
         raise
     return run.complete()
 
@@ -171,17 +171,16 @@ class Run:
     def save(self):
         """Begin to write a checkpoint. Raises NonFiniteState, and CheckpointError at the second failure in turn."""
         engine, tokenizer = self.engine, self.state.dataset.tokenizer_path
-        try:
-            self.saver.save(self.state.step, engine.fragments(), engine.config_now(), self.state.capture(), tokenizer)
-        except NonFiniteState:
-            self.failed()
-            raise
+        self.saver.save(self.state.step, engine.fragments(), engine.config_now(), self.state.capture(), tokenizer)
 
-    def failed(self):
+    def failed(self, event):
         """Record that the run cannot go on. What it died of is printed when the rank ends."""
-        self.event_log.add("failed", self.state.step)
+        self.event_log.add(event, self.state.step)
         self.tell_alarms()
+        if self.log:
+            self.log.close()
         self.while_others_wait(self.report)
+        self.while_others_wait(self.end_after_save)
 
     def while_others_wait(self, work):
         """Run ``work`` on rank 0; the others wait, because a rank that had left would be named as the cause."""
@@ -213,6 +212,7 @@ class Run:
             self.alarms.forget(BALANCE, DRIFT, *([THROUGHPUT] if longer else []))
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
             self.engine.guard.forget()  # losses with fewer heads are not comparable
+            self.alarms.forget(THROUGHPUT)  # nor is the speed of layers that route
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
             self.event_log.add("dense warm-up over", state.step, text)
         state.step += 1
@@ -226,9 +226,7 @@ class Run:
         except BadNumbers as error:
             with suppress(CheckpointError):  # the bad numbers are the reason why the run ends
                 self.saver.collect()
-            text = f"step {state.step}: {error}; {self.saver.newest()}"
-            self.failed()
-            raise BadNumbers(text) from error
+            raise BadNumbers(f"step {state.step}: {error}; {self.saver.newest()}") from error
         self.accumulator.add(result, data_seconds, self.engine.tokens, bad_sources, self.timer.take())
         self.engine.begin(state.step)
         self.watchdog.progress()

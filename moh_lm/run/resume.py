@@ -90,6 +90,7 @@ def resume(task, state, event_log, progress):
         state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
         state.accumulator.clear()  # earlier steps have no head metrics, later ones do
+        state.alarms.forget(THROUGHPUT)
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         event_log.add("dense warm-up over", saved["step"], text)
     how = f"starting from {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"

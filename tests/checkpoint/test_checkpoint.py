@@ -23,6 +23,7 @@ from moh_lm.checkpoint.fragments import Fragment, FragmentReader, write_safetens
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config
+from moh_lm.monitor.report.series import RunRecord
 from moh_lm.parallel.layers import Partition, make_parameter
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
@@ -246,6 +247,8 @@ def test_a_run_tries_again_after_a_failed_background_save(data_dir, tmp_path):
     assert "step-5.tmp/rank-0.safetensors: file too large" in problem
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-1", "step-3"}
     assert [event["step"] for event in events(tmp_path, "save failed")] == [2, 4]
+    assert len(events(tmp_path, "unsaved")) == 1 and not events(tmp_path, "failed")
+    assert RunRecord(tmp_path).state.startswith("unsaved after step ")
 
 
 def save_without_room(flags, steps):

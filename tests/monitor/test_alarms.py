@@ -187,6 +187,21 @@ def test_the_alarm_of_a_slow_rank_names_one_that_stays_slow():
     assert [(facts["event"], facts["rank"]) for found in rung for facts in found] == [("alarm", 1), ("alarm over", 1)]
 
 
+@pytest.mark.parametrize(
+    "own, stages, slow",
+    [
+        ([1.0, 1.0, 2.0, 2.1, 1.0, 1.0], None, [2, 3]),  # which of the two is slower changes from interval to interval
+        ([10.0, 10.0, 11.5, 1.0, 1.0, 2.0], [0, 0, 0, 1, 1, 1], [5]),  # 1.5 s are more, but a sixth of that stage
+    ],
+)
+def test_every_rank_that_stays_slow_beside_its_stage_is_named(own, stages, slow):
+    made, found = alarms(alarm_intervals=3), []
+    for number in range(6):
+        turned = own if number % 2 else [*own[:2], own[3], own[2], *own[4:]]
+        found += made.check(interval(), figures(), ranks(*(turned if stages is None else own), stages=stages))
+    assert [facts["rank"] for facts in found] == slow and {facts["event"] for facts in found} == {"alarm"}
+
+
 def test_an_alarm_that_is_turned_off_does_not_fire():
     names = ("head_low", "head_high", "throughput", "balance_loss", "gate_drift", "slow_rank")
     made = alarms(alarm_intervals=1, **{f"alarm_{name}": 0.0 for name in names})

@@ -20,7 +20,8 @@ from tools import run_report
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 8 --num-shared-heads 2 3 --num-active-routed-heads 2
     --data-mix web=2.5 <b>=1 --batch-tokens 4K --seq-length 64 --train-iters 100000 --learning-rate 1e-3 --data-dir d"""
 STEPS = 1001  # rows; the last one is not complete
-EVENTS = (("saved", 100), ("skipped", 305), ("resumed", 400), ("alarm", 700))
+EVENTS = (("started", 0), ("saved", 100), ("skipped", 305), ("resumed", 400), ("alarm", 700))
+SURROUNDINGS = {"device": "cpu", "ranks": 1, "versions": {}}  # of a start
 SINK = {"web": [0.2, None], "<b>": [0.4, 0.1]}
 
 
@@ -52,7 +53,11 @@ def runs(tmp_path_factory):
         (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 1001, "lo')
         events = [*EVENTS, ("complete", STEPS - 1)] if more else EVENTS
         times = "2026-01-01T00:00:00Z"
-        lines = [json.dumps({"time": times, "event": event, "step": step, "why": "<i>"}) for event, step in events]
+        facts = {"started": SURROUNDINGS}
+        lines = [
+            json.dumps({"time": times, "event": event, "step": step, **facts.get(event, {"why": "<i>"})})
+            for event, step in events
+        ]
         (run / "events.jsonl").write_text("\n".join(lines) + "\n")
         setattr(found, name, run)
     return found
@@ -78,8 +83,8 @@ def test_a_branch_begins_where_it_left_its_parent(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     rows = (runs.first / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(rows[609:]))  # from step 610 on
-    for first, steps in (("resumed", 400), ("saved", STEPS - 1)):  # or its own first checkpoint
-        events = [json.dumps({"event": event, "step": 600}) + "\n" for event in (first, "resumed")]
+    for first, steps in (("resumed", 400), ("started", STEPS - 1)):  # or this run itself, whose first save is unknown
+        events = [json.dumps({"event": event, "step": 600, **SURROUNDINGS}) + "\n" for event in (first, "resumed")]
         (tmp_path / "run" / "events.jsonl").write_text("".join(events))
         assert RunRecord(tmp_path / "run").seconds == pytest.approx(2 * steps)
 
@@ -141,6 +146,14 @@ def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
     rows = tables.event_rows(record.events)[-3:]
     assert [row[:3] for row in rows] == [("t901", 901, "skipped"), ("t900", 900, "resumed"), ("t950", 950, "skipped")]
     assert rows[2][3].startswith("2 steps up to step 951; the last: ")
+
+
+def test_damage_that_a_resume_found_is_marked(runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "run")
+    with open(tmp_path / "run" / "events.jsonl", "a") as file:
+        for step, event in ((900, "damaged"), (800, "resumed")):
+            file.write(json.dumps({"time": "t", "event": event, "step": step}) + "\n")
+    assert [event["event"] for event in RunRecord(tmp_path / "run").standing_events()][-2:] == ["damaged", "resumed"]
 
 
 def test_the_facts_of_an_event_name_layer_0_too():
@@ -296,6 +309,27 @@ def test_many_alarms_of_a_kind_are_one_row_of_the_table():
     assert tables.event_rows(events) == [("", 0, "alarm", said)]
     several = [{"event": "alarm", "alarm": str(n % 2), "step": n} for n in range(1000)]
     assert [row[1] for row in tables.event_rows(several)] == list(range(700, 1000))
+
+
+def test_many_sources_have_their_own_colours_and_leave_room_for_the_curves():
+    heights = []
+    for count in (2, 30):
+        names = [f"dolma-common-crawl-{number:02d}" for number in range(count)]
+        curves = {f"loss/{name}": (np.arange(3), np.ones(3)) for name in names}
+        curves |= {"held/" + name: (np.arange(3), np.ones(3)) for name in [*names, "of-the-decay"]}
+        series = page.by_source(SimpleNamespace(curves=curves), "loss/", "held/")
+        figure = pictures.lines(series, "loss")
+        (axis,) = figure.axes
+        labels = [line.get_label() for line in axis.lines if line.get_label() != "_"]
+        assert labels == [*names, "of-the-decay, held out"]
+        assert len({str(line.get_color()) for line in axis.lines}) == count + 1
+        figure.draw_without_rendering()
+        heights.append(axis.get_position().height * figure.get_figheight())
+    assert heights[1] > 0.8 * heights[0]
+
+
+def test_a_name_with_bytes_that_are_no_text_has_a_picture():
+    assert "a? run" in pictures.svg(pictures.lines({"a\udc80 run": (np.arange(3), np.ones(3), {})}, "loss"), "loss")
 
 
 @pytest.mark.parametrize("name", ["_hidden", "a$b$c", "cost_$5", "x^2", r"\frac{1}{2}", "$\\nosuch$", "100%", "<&>"])

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from moh_lm.checkpoint.fragments import full_parameters, step_config
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.data.files import read_json
 from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
 from moh_lm.training.deepspeed.norms import norms_by_kind
@@ -41,6 +43,8 @@ def test_a_dense_warmup_is_dense_training_to_the_bit(data_dir, warmed, tmp_path)
         assert torch.equal(first[key], last[key]) and not torch.equal(last[key], end[key])
         assert key.startswith("master/") or not last[key].any()
     assert [event["step"] for event in events(warmed, "dense warm-up over")] == [3]
+    alarms = read_json(find_step(warmed) / "state.json")["alarms"]["history"]
+    assert [len(rates) for kind, _, rates in alarms if kind == "throughput"] == [2]  # dense steps are faster
 
 
 @pytest.mark.parametrize(

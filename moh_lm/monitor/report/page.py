@@ -123,13 +123,14 @@ def fair_loads(run):
 
 def by_source(run, training, validation):
     """Return lines of each source in its colour: the training loss, and points for held-out samples."""
-    names = [name.removeprefix(training) for name in run.curves if name.startswith(training)]
-    found = {}
-    for index, name in enumerate(names):
-        colour = pictures.COLOURS[index % len(pictures.COLOURS)]
-        found[name] = (*run.curves[training + name], {"color": colour})
+    names = [name.removeprefix(of) for of in (training, validation) for name in run.curves if name.startswith(of)]
+    names, found = list(dict.fromkeys(names)), {}
+    for name, colour in zip(names, pictures.colours(len(names)), strict=True):
+        if training + name in run.curves:
+            found[name] = (*run.curves[training + name], {"color": colour})
         if validation + name in run.curves:
-            style = {"color": colour, "marker": "o", "markersize": 4, "linestyle": "none", "label": "_"}
+            style = {"color": colour, "marker": "o", "markersize": 4, "linestyle": "none"}
+            style |= {"label": "_"} if name in found else {}  # a source that only the decay reads begins with these
             found[f"{name}, held out"] = (*run.curves[validation + name], style)
     return found
 

@@ -16,7 +16,7 @@ INK = "#010203"  # replaced by the colour of the page's text
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#b8a020", "#30a0c0", "#aa3377", "#8a8a8a")
 MARKS = {  # events that the curves show
     "resumed": "#228833", "skipped": "#ee6677", "spike": "#ee6677", "alarm": "#b8a020", "damaged": "#aa3377",
-    "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
+    "stopped": "#8a8a8a", "failed": "#aa3377", "unsaved": "#aa3377", "data changed": "#30a0c0",
     "routing changed": "#4477aa", "loss changed": "#4477aa", "training changed": "#4477aa",
 }  # fmt: skip
 SIZE, WIDE = (5.2, 3.1), 11  # inches; the width of a picture that fills a line of the page
@@ -39,10 +39,11 @@ def lines(series, label, marks=(), logarithmic=False, floor=None):
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axis = figure.subplots()
+        palette = colours(len(series))
         drawn = [(steps, values) for steps, values, _ in series.values() if len(values)]
         last = max((steps[-1] for steps, _ in drawn), default=0) or 1
         for index, (name, (steps, values, style)) in enumerate(series.items()):
-            usual = {"color": COLOURS[index % len(COLOURS)], "marker": "o" if len(values) == 1 else None}
+            usual = {"color": palette[index], "marker": "o" if len(values) == 1 else None}
             axis.plot(steps, values, **{**usual, "label": legible(name), **style})
         mark(axis, marks, last)
         low = min((values.min() for _, values in drawn), default=0)
@@ -59,6 +60,13 @@ def lines(series, label, marks=(), logarithmic=False, floor=None):
         axis.set_xlim(-0.01 * last, 1.01 * last)
         frame(figure, axis, label)
     return figure
+
+
+def colours(count):
+    """Return ``count`` colours that differ."""
+    if count <= len(COLOURS):
+        return list(COLOURS[:count])
+    return [matplotlib.colormaps["turbo"]((place + 0.5) / count) for place in range(count)]
 
 
 def load_map(loads, fair=()):
@@ -112,13 +120,17 @@ def mark(axis, marks, last):
 def frame(figure, axis, label):
     axis.set(xlabel="step", ylabel=label)
     axis.grid(axis="y", linewidth=0.3, color=INK, alpha=0.25)
-    if axis.get_legend_handles_labels()[0]:
-        for text in figure.legend(loc="outside upper left", ncols=3).get_texts():
+    if names := axis.get_legend_handles_labels()[1]:
+        columns = max(1, min(3, int(SIZE[0] / (0.55 + 0.065 * max(map(len, names))))))
+        rows = -(-len(names) // columns)
+        figure.set_figheight(SIZE[1] + 0.18 * max(0, rows - 2))  # many sources take no room from the curves
+        for text in figure.legend(loc="outside upper left", ncols=columns).get_texts():
             text.set_parse_math(False)  # a $ in the name of a source does not begin a formula
 
 
 def legible(name):
     """Return a name as a label; matplotlib leaves out labels that begin with an underscore."""
+    name = name.encode(errors="replace").decode()  # names of directories may have bytes that are no text
     return f"\u200b{name}" if name.startswith("_") else name
 
 

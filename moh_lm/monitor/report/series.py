@@ -18,6 +18,7 @@ from moh_lm.units import rounded
 POINTS = 400
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # errors of a malformed row
 UNREAD = ("source_load", "source_gate_rms")  # figures of a row's heads that no picture shows
+ENDS = ("complete", "stopped", "failed", "unsaved")
 STARTS = ("resumed", "started")  # events after which later steps of earlier starts no longer count
 HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load (1: all heads are used alike)",
@@ -97,7 +98,7 @@ class RunRecord:
     @property
     def state(self):
         """Return a text that says how the run ended."""
-        turns = [event for event in self.events if event["event"] in ("complete", "stopped", "failed", *STARTS)]
+        turns = [event for event in self.events if event["event"] in (*ENDS, *STARTS)]
         last, of = turns[-1] if turns else None, self.config.run.train_iters
         if self.step >= of and (last is None or last["event"] in STARTS):  # the same command was run again
             return f"complete after step {self.step:,} of {of:,}"
@@ -112,17 +113,17 @@ class RunRecord:
 
     def tokens_of_parent(self, training):
         """Return the tokens that another run had read before this one started from its checkpoint."""
-        first = next((event for event in self.events if event["event"] in ("saved", "resumed")), {"event": "saved"})
-        if not training or first["event"] == "saved":
+        first = next((event for event in self.events if event["event"] in ("started", "resumed")), {"event": "started"})
+        if not training or first["event"] == "started":
             return 0
         row = training[0]
         return row["tokens"] - self.config.tokens_after(row["step"]) + self.config.tokens_after(first["step"])
 
     def standing_events(self):
-        """Return the events, without those of steps that a later start undid."""
+        """Return the events, without those of steps that a later start undid; damage is why one did."""
         standing, first = [], math.inf
         for event in reversed(self.events):
-            if event["step"] <= first:
+            if event["step"] <= first or event["event"] == "damaged":
                 standing.append(event)
             if event["event"] in STARTS:
                 first = min(first, event["step"])
