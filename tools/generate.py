@@ -106,12 +106,12 @@ def check_lengths(arguments, prompts, limit):
 
 
 def write(arguments, model, tokenizer, prompts):
-    from moh_lm.data.hugging_face_model import ends_of_model
     from moh_lm.data.tokenizer import continuation
     from moh_lm.inference.generate import generate
+    from tools.hf.convert.trainer_model import ends_of_text
 
     prompts = [list(map(int, prompt)) for prompt in prompts]
-    ends = {tokenizer.eos_id(), *ends_of_model(arguments.model)}  # of a document, and of a turn in a chat
+    ends = {tokenizer.eos_id(), *ends_of_text(arguments.model)}  # of a document, and of a turn in a chat
     stream = len(prompts) == 1 and not arguments.json
     new, shown = [[] for _ in prompts], ""
     if stream:

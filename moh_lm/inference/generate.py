@@ -83,7 +83,8 @@ def generate(
     """Continue ``prompts``, lists of token ids. Yields for each step a list with the new token of each row.
 
     A row that has ended with one of ``eos_ids`` gives None from then on. The generation ends when all rows have, or
-    after ``max_new_tokens``. Ids from ``num_pieces`` on, rows of the vocabulary without a piece, are never drawn.
+    after ``max_new_tokens``. Ids from ``num_pieces`` on, rows of the vocabulary without a piece, are never drawn unless
+    they are ends.
     attention_backend: see ``decode_attention``. cuda_graph: whether all steps replay a graph, see ``CapturedStep``.
     """
     device = model.model.embed_tokens.weight.device
@@ -91,20 +92,24 @@ def generate(
     room = max(map(len, prompts)) + max_new_tokens - 1  # the last new token is not read
     cache = Cache(model, len(prompts), room, attention_backend)
     logits = [read_prompt(model, cache, row, torch.tensor(prompt, device=device)) for row, prompt in enumerate(prompts)]
-    logits = torch.stack(logits)[:, :num_pieces]
+    logits = torch.stack(logits)
+    rows = range(logits.shape[1])
+    pieces = rows[:num_pieces]
+    ids = torch.tensor([*pieces, *sorted({*eos_ids} & {*rows[len(pieces) :]})], device=device)
+    logits = logits[:, ids]
     noise = torch.empty_like(logits, dtype=wide(logits)).exponential_(generator=generator)
-    tokens, ended = sample(logits, temperature, top_p, noise), set()
+    tokens, ended = ids[sample(logits, temperature, top_p, noise)], set()
 
     def step():
-        logits = read_token(model, cache, tokens)[:, :num_pieces]
-        tokens.copy_(sample(logits, temperature, top_p, noise))
+        logits = read_token(model, cache, tokens)[:, ids]
+        tokens.copy_(ids[sample(logits, temperature, top_p, noise)])
         return logits
 
     advance = CapturedStep(step, [tokens, *cache.counters()]) if cuda_graph else step
     for count in range(max_new_tokens):
-        ids = tokens.tolist()
-        ended |= {row for row, token in enumerate(ids) if token in eos_ids}
-        yield [None if row in ended else token for row, token in enumerate(ids)]
+        new = tokens.tolist()
+        ended |= {row for row, token in enumerate(new) if token in eos_ids}
+        yield [None if row in ended else token for row, token in enumerate(new)]
         if len(ended) == len(prompts) or count == max_new_tokens - 1:
             return
         if temperature:

@@ -122,6 +122,12 @@ def test_rows_of_the_vocabulary_without_a_piece_are_never_drawn(model):
     assert most_likely == [logits[:first].argmax()] != [first]
 
 
+def test_an_end_without_a_piece_is_drawn(model):
+    """A chat's end may lie beyond the tokenizer.model."""
+    (first,), *_ = generate(model, TEXTS[:1], 1, eos_ids=())
+    assert list(generate(model, TEXTS[:1], 3, eos_ids={first}, num_pieces=first)) == [[None]]
+
+
 def test_an_activation_that_is_not_a_number_gives_such_logits_and_no_error(model):
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out * math.nan)
     assert whole(model, TEXTS[0]).isnan().all()

@@ -1,5 +1,6 @@
 """The client of the hub (tools/hf/convert/hub.py) against a stand-in: its requests, and its words on a refusal."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ def api(monkeypatch):
     monkeypatch.setattr(Api, "calls", [])
     monkeypatch.setattr(hub, "HfApi", Api)
     return Api
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00002.safetensors", "tokenizer.model", "moh_gates.py", "chat_template.jinja",
+             "special_tokens_map.json", "added_tokens.json", "adapter_config.json", "adapter_model.safetensors"],
+)  # fmt: skip
+def test_files_of_an_earlier_model_do_not_stay_beside_an_export(name):
+    assert any(fnmatch(name, pattern) for pattern in hub.OF_EXPORTS)
 
 
 def test_a_name_is_downloaded_and_a_directory_is_not(api, tmp_path):

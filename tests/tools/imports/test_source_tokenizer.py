@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data_prep.encoding import Tokenizer
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
+from moh_lm.data.hugging_face_model import ends_of_model
 from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.exporting import write_checkpoint
@@ -19,6 +20,7 @@ from tools import generate
 from tools.hf.convert import export_check, tiktoken_json
 from tools.hf.convert.source_tokenizer import begin_id, restore, settings_of
 from tools.hf.convert.tokenizer_json import read_model, write_tokenizer
+from tools.hf.convert.trainer_model import ends_of_text
 
 CHAT = "{% for message in messages %}<|turn|>{{ message['content'] }}{{ eos_token }}{% endfor %}"
 TALK = [{"role": "user", "content": "The quick fox"}, {"role": "assistant", "content": "jumps </s> over"}]
@@ -202,6 +204,32 @@ def test_code_that_a_tokenizer_names_is_in_no_export(imported, tool, tmp_path, t
     expected = pieces.encode("The quick fox", add_special_tokens=False).ids
     assert tokenizer("The quick fox", add_special_tokens=False)["input_ids"] == expected
     assert tokenizer.chat_template == CHAT and not (tmp_path / "ran").exists()
+
+
+def test_the_tokenizer_of_an_import_encodes_as_that_of_its_source(imported, tmp_path):
+    """The end of documents and a control token show in files that a step does not hold."""
+    source = tmp_path / "hf"
+    chat_model(source)
+    path = source / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("chat_template")
+    (source / "chat_template.jinja").write_text("{% for turn in messages %}<call>{{ turn.content }}<|end|>{% endfor %}")
+    path.write_text(json.dumps(settings))
+    pieces = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    pieces.add_tokens(["<call>"])
+    pieces.save(str(source / "tokenizer.json"))
+    make_llama(source, vocab_size=pieces.get_vocab_size(), bos_token_id=1, eos_token_id=[turn_end(pieces), 2])
+    step = find_step(imported(source))
+    one, other = (Tokenizer(str(place)) for place in (source, step))
+    assert one.ends() == other.ends() and "only ends a turn" in one.ends()
+    ids = [tokenizer.encode_batch(["a <call> b"])[0].tolist() for tokenizer in (one, other)]
+    assert ids[0] == ids[1] and pieces.token_to_id("<call>") not in ids[0]
+    assert one.identity == other.identity
+    assert ends_of_text(step.parents[1]) == ends_of_model(source) == [turn_end(pieces), 2]
+
+
+def turn_end(pieces):
+    return pieces.token_to_id("<|end|>")
 
 
 def test_an_import_says_that_it_leaves_code_out(tool, tmp_path):

@@ -13,7 +13,10 @@ except ImportError:  # it comes with transformers
     HfApi = None
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-OF_EXPORTS = ["*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.py"]  # files that differ among exports
+OF_EXPORTS = [  # files that differ among exports, or that transformers would prefer to those of an export
+    "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.py", "*.jinja", "special_tokens_map.json",
+    "added_tokens.json", "adapter_*",
+]  # fmt: skip
 COPIES = ["consolidated*"]  # Mistral's second copy of all weights
 FILES = [  # files of a model that is imported
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "original/tokenizer.model",

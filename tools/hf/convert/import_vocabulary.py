@@ -24,6 +24,7 @@ from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, flag
 from moh_lm.config.fields import fits
 from moh_lm.data.files import read_json
+from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import model_files
@@ -58,18 +59,31 @@ def read_tokenizer(path, vocab_size, named):
     if size > vocab_size:
         remedy = f"give --extend-vocab {size}"
         raise ConfigError([f"{named} {path}: has {size} tokens, but the model has {vocab_size} rows; {remedy}"])
-    return {name: without_code(file) for name, file in model_files(path).items()}
+    return {name: kept_bytes(file) for name, file in model_files(path).items()}
 
 
-def without_code(file):
-    """Return the bytes of a file of a tokenizer, without references to Python code in tokenizer_config.json."""
+def kept_bytes(file):
+    """Return the bytes of a file of a tokenizer. tokenizer_config.json has no references to Python code, but the chat
+    template and the end of documents that other files of its directory tell."""
     if not file.is_file():
         raise ConfigError([f"{file}: is not a file; restore it, or remove it"])
     content = file.read_bytes()
     try:
-        return cleaned(content, {}) if file.name == TOKENIZER_FILES[2] else content
+        return cleaned(content, of_other_files(file.parent)) if file.name == TOKENIZER_FILES[2] else content
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError([f"{file}: cannot be read ({error}); fix it, or remove it"]) from error
+
+
+def of_other_files(directory):
+    """Return {key of tokenizer_config.json: value} of a Hugging Face tokenizer in ``directory``."""
+    template, found = directory / "chat_template.jinja", {}
+    if template.is_file():
+        found["chat_template"] = template.read_text(encoding="utf-8")
+    with suppress(ConfigError):  # the package is absent
+        model = HuggingFaceModel(directory)
+        if model.eos_id() >= 0 and (end := model.id_to_piece(model.eos_id())) != model.eos_token:
+            found[DOCUMENT_END] = end
+    return found
 
 
 def size_of(path):
@@ -201,7 +215,7 @@ def find_tokenizers(arguments, vocab_size):
             refuse_other_pieces(own, new, old)
         return old, new, contents
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
-    return old, new, {path.name: without_code(path) for path in kept}
+    return old, new, {path.name: kept_bytes(path) for path in kept}
 
 
 def token_ids(directory, values):

@@ -18,13 +18,14 @@ LEFT = ("Llama", "CodeLlama", "Gemma", "Cohere")  # classes of transformers that
 CODE = ("auto_map", "processor_class", "custom_pipelines")  # keys of files of Hugging Face that name Python code
 
 
-def cleaned(content, more):
-    """Return the bytes of a tokenizer_config.json with the keys of ``more`` that it lacks, and without custom code.
+def cleaned(content, more, less=()):
+    """Return the bytes of a tokenizer_config.json with the keys of ``more`` that it lacks, and without those of
+    ``less`` and custom code.
 
     A class of transformers then reads tokenizer.json. Bytes that need no change are returned unchanged.
     """
     settings = parse_json(content)
-    wanted = more | without_code(settings)
+    wanted = {key: value for key, value in (more | without_code(settings)).items() if key not in less}
     if needs_code(settings):
         wanted["tokenizer_class"] = CLASS
     return content if wanted == settings else json_bytes(wanted)

@@ -12,13 +12,14 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
-from moh_lm.data.hugging_face_model import optional_json
+from moh_lm.data.hugging_face_model import ends_of_model, optional_json
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tokenizer import read_model
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.export_files import weight_files
 from tools.hf.convert.import_config import model_config, read_config
+from tools.hf.convert.source_tokenizer import listed
 
 
 def load(arguments, attention_backend="auto"):
@@ -73,6 +74,15 @@ def load(arguments, attention_backend="auto"):
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
     return model.eval(), limit, tokenizer
+
+
+def ends_of_text(directory):
+    """Return the ids that end a text of a model in Hugging Face form, or of the model that a run or step continues, as
+    its export has them. Raises ConfigError."""
+    if os.path.exists(directory / "config.json") and "model_type" in read_config(directory):
+        return ends_of_model(directory)
+    state = optional_json(find_step(directory) / "state.json")
+    return listed(state.get("imported", {}).get("token_ids", {}).get("eos"))
 
 
 def recorded_bos(directory, is_step):

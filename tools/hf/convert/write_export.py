@@ -8,6 +8,7 @@ import torch
 from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
 from moh_lm.data.files import read_json, write_json
+from moh_lm.data.hugging_face_model import DOCUMENT_END
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.model.router import stored_dtype
@@ -80,7 +81,7 @@ def copy_tokenizer(step, imported, directory):
     chat = {key: value for key, value in imported.get("tokenizer", {}).items() if key == "chat_template"}
     for path in tokenizer_files(place):
         content = path.read_bytes()
-        content = cleaned(content, chat) if path.name == "tokenizer_config.json" else content
+        content = cleaned(content, chat, [DOCUMENT_END]) if path.name == "tokenizer_config.json" else content
         (directory / path.name).write_bytes(content)
     named = named_ids(place) if (place / "tokenizer_config.json").is_file() else {}
     return named | {name: index for name, index in special.items() if index is not None}
