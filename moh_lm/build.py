@@ -132,7 +132,8 @@ def layer_backends(config, device):
     for index in range(model.num_layers):
         of = model.of_layer(index)
         shape = (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim)
-        share = model.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, of.window[index])
+        seen = share_of_scores(run.seq_length, widest_window(model, index, run))
+        share = model.active_heads(index) / of.num_attention_heads * seen
         facts = {
             "dense_only": of.position[index] == "cope",
             "own_keys": model.own_keys(index),
@@ -148,8 +149,14 @@ def estimate(model, index, run):
     of = model.of_layer(index)
     heads, shared = of.num_attention_heads, model.always_on_heads(index)
     projections = 2 * of.hidden_size * of.head_dim * (heads + of.num_key_value_heads)
-    core = 2 * mean_keys(run.seq_length, of.window[index]) * heads * of.head_dim
+    core = 2 * mean_keys(run.seq_length, widest_window(model, index, run)) * heads * of.head_dim
     return estimated_ratio(core, projections, shared / heads, (model.active_heads(index) - shared) / heads)
+
+
+def widest_window(model, index, run):
+    """Return the window of a layer, or the widest that it may have if windows move, so that a resume chooses the same
+    backend as the start."""
+    return run.window_max if run.window_strategy == "entropy" else model.window[index]
 
 
 def build_attention(config, layer_index, settings):

@@ -23,7 +23,10 @@ from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import ConfigError
 from moh_lm.units import at_least
 
-POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # entries of state.json
+POSITION = (  # entries of state.json
+    "step", "consumed_samples", "optimizer_steps", "rested_steps", "frozen_steps", "l1_steps", "windows",
+    "router_shares", "data",
+)  # fmt: skip
 
 
 def main(texts):
@@ -95,6 +98,8 @@ def run_verify(arguments):
     steps, code = read.locate(arguments.run_or_step), 0
     for path in steps if arguments.all else steps[:1]:
         problems = read.find_damage(path)
+        if problems and arguments.all and not path.exists():
+            continue  # the run has removed it meanwhile
         if not problems:
             try:
                 step = read.Step(path, hashed=False)
@@ -162,7 +167,9 @@ def run_diff(arguments):
         "b": str(second.path),
         "config": {key: [values, configs[1][key]] for key, values in configs[0].items() if values != configs[1][key]},
         "position": {
-            key: [first.state[key], second.state[key]] for key in POSITION if first.state[key] != second.state[key]
+            key: [first.state.get(key), second.state.get(key)]
+            for key in POSITION
+            if first.state.get(key) != second.state.get(key)
         },
         "shapes": {name: [a, b] for name, (a, b) in shapes.items() if a != b},
         "averages": [len(step.reader.averaged) for step in (first, second)],

@@ -7,6 +7,7 @@ A directory named ``step-N`` is always complete: it is renamed to this once comp
 removed.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -38,6 +39,16 @@ def list_steps(directory):
     except NO_SUCH_FILE:
         return []
     return sorted(steps, key=step_number, reverse=True)
+
+
+def dangling_steps(directory):
+    """Return the links step-N in ``directory`` whose targets are absent, newest first."""
+    try:
+        with os.scandir(directory) as entries:
+            found = [Path(entry) for entry in entries if STEP_NAME.fullmatch(entry.name) and entry.is_symlink()]
+    except NO_SUCH_FILE:
+        return []
+    return sorted((step for step in found if not step.exists()), key=step_number, reverse=True)
 
 
 def step_around(path):
@@ -77,7 +88,10 @@ def outdated(steps, verified, keep_last, keep_every):
 
 
 def discard(step):
-    """Rename a directory, or a link to one, that is to be removed; returns the new path."""
+    """Rename a directory, or a link to one, that is to be removed; returns the new path. Raises OSError, also for a
+    directory that could be renamed but not emptied, such as another user's."""
+    if step.is_dir() and not step.is_symlink() and not os.access(step, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(step))
     doomed = step.with_name(f"{step.name}.old.tmp")
     remove_entry(doomed)
     step.rename(doomed)

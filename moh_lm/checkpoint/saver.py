@@ -215,6 +215,8 @@ class Saver:
                     f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
                     "make room, or keep fewer steps with --keep-last"
                 ]
+            if os.path.lexists(temporary):  # another user's, or one with open files on NFS
+                set_aside(temporary)
             temporary.mkdir()  # without parents: a run directory that was moved is not made again elsewhere
         except OSError as error:
             return [describe_failure(error, temporary, need)]
@@ -309,7 +311,8 @@ def find_step(path):
     files. Raises ConfigError if there is none, or if a file is damaged or cannot be read."""
     path = Path(path)
     try:
-        steps = [path] if STEP_NAME.fullmatch(path.name) else list_steps(path / "checkpoints")
+        is_run = (path / "checkpoints").is_dir()  # even if it is called step-5
+        steps = list_steps(path / "checkpoints") if is_run or not STEP_NAME.fullmatch(path.name) else [path]
         if not steps or not steps[0].is_dir():
             raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
         damaged = verify(steps[0])

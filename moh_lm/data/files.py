@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import sys
 import zlib
 from array import array
@@ -94,6 +95,14 @@ def publish(path: Path, data: bytes):
     flush(path.parent)
 
 
+def make_own(path: Path):
+    """Give a file that other names share, as after ``cp -al``, a content of its own: it will change in place."""
+    if path.is_file() and path.stat().st_nlink > 1:
+        temporary = temporary_name(path)
+        shutil.copyfile(path, temporary)
+        os.replace(temporary, path)
+
+
 def publish_own(directory: Path, files: dict[str, bytes]):
     """``publish`` these contents by name. Raises ConfigError rather than replace a file that it did not write."""
     known = refuse_foreign(directory, files)  # existing files stay known until they are replaced
@@ -120,6 +129,9 @@ def flush(path: str | Path):
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
+            raise  # some file systems cannot flush a directory
     finally:
         os.close(descriptor)
 

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from moh_lm.data.files import make_own
 from moh_lm.monitor.console import styled
 from moh_lm.parsing import open_at_once, parse_json
 
@@ -71,6 +72,9 @@ class EventLog:
     def __init__(self, directory, writes):
         self.rows = Rows(Path(directory) / "events.jsonl")
         self.writes = writes
+        if writes:
+            with contextlib.suppress(OSError):  # the disk may be full
+                make_own(self.rows.path)
 
     def add(self, event, step, text=None, **facts):
         """Record the event with its ``facts``, JSON-able, and print ``text``, if there is any."""

@@ -8,6 +8,7 @@ import mmap
 import os
 
 from moh_lm.cost.flops import computed_share, peak_flops
+from moh_lm.data.files import make_own
 from moh_lm.monitor.accumulator import ratio
 from moh_lm.monitor.events import complete_rows, row_of
 from moh_lm.monitor.ranks import slowest_rank
@@ -76,6 +77,7 @@ def finite(value):
 def keep_rows(path, last_step):
     """Cut off the rows of ``path`` that the run will write again: those after ``last_step``, or all if it is 0."""
     if path.exists():
+        make_own(path)
         with open(path, "rb+") as file:
             file.truncate(end_of_rows(file, last_step) if last_step else 0)
 
@@ -88,7 +90,7 @@ def end_of_rows(file, last_step):
     end = file.seek(0, os.SEEK_END)
     if end == 0:
         return 0
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+    with mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as text:
         while end:
             start = text.rfind(b"\n", 0, end - 1) + 1
             row = row_of(text[start:end])

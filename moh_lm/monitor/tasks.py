@@ -145,12 +145,12 @@ def labelled_rows(texts, seq_length, micro_batch_size, rank, size):
     continuation. Rows without labels make up the rest.
     """
     rows = len(texts) + -len(texts) % (micro_batch_size * size)
-    tokens, labels = np.zeros((rows, seq_length), np.int64), np.full((rows, seq_length), IGNORED)
-    for row, (context, continuation) in enumerate(texts):
-        ids = [*context, *continuation][-(seq_length + 1) :]
-        tokens[row, : len(ids) - 1] = ids[:-1]
-        labels[row, len(ids) - len(continuation) - 1 : len(ids) - 1] = continuation
-    numbers = np.minimum(np.arange(rows), len(texts) - 1)  # filler without labels adds nothing to the last text
     mine = np.arange(rows).reshape(-1, size, micro_batch_size)[:, rank]  # [n, b]
-    tensors = [torch.from_numpy(array) for array in (tokens, labels, numbers)]
-    return [MicroBatch(*(tensor[here] for tensor in tensors)) for here in mine]
+    tokens, labels = np.zeros((*mine.shape, seq_length), np.int64), np.full((*mine.shape, seq_length), IGNORED)
+    for place in zip(*np.nonzero(mine < len(texts)), strict=True):
+        context, continuation = texts[mine[place]]
+        ids = [*context, *continuation][-(seq_length + 1) :]
+        tokens[place][: len(ids) - 1] = ids[:-1]
+        labels[place][len(ids) - len(continuation) - 1 : len(ids) - 1] = continuation
+    numbers = np.minimum(mine, len(texts) - 1)  # filler without labels adds nothing to the last text
+    return [MicroBatch(*batch) for batch in zip(*map(torch.from_numpy, (tokens, labels, numbers)), strict=True)]

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_leftovers, set_aside
+from moh_lm.checkpoint.directory import (
+    dangling_steps,
+    list_steps,
+    newest_model,
+    point_latest,
+    remove_leftovers,
+    set_aside,
+    step_number,
+)
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries, verify
 from moh_lm.checks.layout import uneven_batch
@@ -274,7 +282,10 @@ def sound_step(directory, event_log, progress):
     there were checkpoints and none is intact, or if a file cannot be read.
     """
     damaged = {}
-    for step in on_rank_zero(lambda: list_steps(directory)):
+    steps, dangling = on_rank_zero(lambda: (list_steps(directory), dangling_steps(directory)))
+    if dangling and (not steps or step_number(dangling[0]) > step_number(steps[0])):
+        raise ConfigError([f"{dangling[0]}: is a link to what is not there; mount its disk, or remove the link"])
+    for step in steps:
         problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
         if not problems:
             on_rank_zero(lambda step=step: settle(step, damaged, event_log))
@@ -321,6 +332,7 @@ def trace_of_checkpoints(directory, event_log):
     if saved:
         return f"{directory}: step {saved['step']} was saved (events.jsonl) but is missing"
     remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []
+    remains = [path for path in remains if path.name != "lost+found" and not path.name.startswith(".")]  # of the disk
     if remains:
         return f"{remains[0]}: is all that is left of the run's checkpoints"
     if event_log.last("save failed"):  # the first saves, so nothing is missing

@@ -101,7 +101,8 @@ def open_no_link(path, flags):
         os.close(file)
         raise OSError(errno.EMLINK, os.strerror(errno.EMLINK), path)
     if found.st_uid == os.geteuid() and found.st_size == 0:  # whoever may write to the directory may lock it
-        os.fchmod(file, os.stat(os.path.dirname(path)).st_mode & 0o666)
+        with contextlib.suppress(OSError):  # some file systems have no permissions
+            os.fchmod(file, os.stat(os.path.dirname(path)).st_mode & 0o666)
     return file
 
 

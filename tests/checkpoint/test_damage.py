@@ -12,13 +12,17 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from moh_lm.checkpoint import manifest, saver
-from moh_lm.checkpoint.directory import newest_model
-from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
+from moh_lm.checkpoint.directory import discard, newest_model
+from moh_lm.checkpoint.fragments import Fragment, FragmentReader, full_parameters
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, read_entries, verify
 from moh_lm.checkpoint.saver import CheckpointError, find_step
-from moh_lm.config import ConfigError
+from moh_lm.config import Config, ConfigError
+from moh_lm.monitor.events import EventLog
+from moh_lm.parallel.layers import make_parameter
+from moh_lm.run.resume import trace_of_checkpoints
 from tests.checkpoint.damage import (
     Canary,
     add_a_rank,
@@ -124,6 +128,59 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_afresh(copy, data_dir):
     (copy / "checkpoints" / "copy-step-6.tmp").mkdir()  # of a command that was killed
     with pytest.raises(AssertionError, match="copy-step-6.tmp: is all that is left"):
         run_ranks(run, 1, arguments(data_dir, copy))
+
+
+def test_a_newest_step_on_a_disk_that_is_not_mounted_is_named(copy, data_dir):
+    steps = copy / "checkpoints"
+    (steps / "step-3").rename(copy / "archived")
+    (steps / "step-3").symlink_to(copy / "absent")  # an older one does not matter
+    (steps / "step-9").symlink_to(copy / "absent")
+    with pytest.raises(AssertionError, match="step-9: is a link to what is not there; mount its disk, or remove"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+    assert (steps / "latest").read_text() == "step-6\n"
+    (steps / "step-9").unlink()
+    run_ranks(run, 1, arguments(data_dir, copy))
+    assert [event["step"] for event in events(copy, "resumed")] == [6]
+
+
+def test_a_run_on_a_new_disk_is_a_new_run(tmp_path):
+    for name in ("lost+found", ".snapshot"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert trace_of_checkpoints(tmp_path / "checkpoints", EventLog(tmp_path, writes=True)) is None
+
+
+def test_a_copy_of_hard_links_leaves_the_logs_of_its_original_alone(copy, data_dir, tmp_path):
+    linked = tmp_path / "linked"
+    shutil.copytree(copy, linked, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
+    shutil.rmtree(linked / "checkpoints" / "step-6")
+    names = ("events.jsonl", "metrics.jsonl")
+    before = {name: (copy / name).read_bytes() for name in names}
+    run_ranks(run, 1, arguments(data_dir, linked))
+    assert {name: (copy / name).read_bytes() for name in names} == before
+    assert rows(linked)[-1]["step"] == 7 and [event["step"] for event in events(linked, "resumed")] == [3]
+
+
+def test_a_step_that_cannot_be_emptied_stays_a_step(tmp_path, monkeypatch):
+    """Another user's, in a directory of a group; this user may rename it."""
+    (tmp_path / "step-3").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match="step-3"):
+        discard(tmp_path / "step-3")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def save_beside_a_leftover(directory):
+    (directory / "step-3.tmp").mkdir()
+    saver.remove_leftovers = lambda directory: None  # it is another user's
+    writer = saver.Saver(directory)
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
+    writer.save(3, [fragment], Config(), {}, None)
+    writer.close()
+
+
+def test_a_leftover_that_cannot_be_removed_does_not_stop_its_step(tmp_path):
+    run_ranks(save_beside_a_leftover, 1, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-3.tmp", "latest", "step-3"]
 
 
 def test_a_run_that_died_before_its_first_checkpoint_restarts(two_rank_run, copy, data_dir):

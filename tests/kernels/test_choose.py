@@ -1,8 +1,11 @@
 """What --attention-backend auto takes, by what was measured, and what is said of a backend that cannot run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from moh_lm import build
 from moh_lm.build import layer_backends
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_attention
@@ -101,6 +104,13 @@ def test_a_gpu_without_measurements_goes_by_an_estimate(monkeypatch, flags, capa
     assert set(layer_backends(config, torch.device("cuda"))) == {backend}
     measured.keep(Measurement("here", "cuda", "bfloat16", 0, "", 0, [[512, 1.0, 1.1, 1.1]], []))
     assert set(layer_backends(config, torch.device("cuda"))) == {"dense"}  # its own figures come first
+
+
+def test_windows_that_move_do_not_change_what_a_resume_chooses(monkeypatch):
+    monkeypatch.setattr(build, "choose_backend", lambda *given, **facts: (given[-1], facts["estimate"]))
+    config, _ = parse_config([*LLM_S.split(), "--window-strategy", "entropy"])
+    moved = replace(config, model=replace(config.model, window=(64, 512)))
+    assert layer_backends(moved, torch.device("cpu")) == layer_backends(config, torch.device("cpu"))
 
 
 def test_a_run_says_what_auto_takes_or_how_to_measure_it(monkeypatch):

@@ -386,6 +386,35 @@ def test_diff_finds_the_one_bit_that_differs(checkpoint, copied):
     assert changed == [(NAME, "exp_avg")]
 
 
+def test_diff_names_state_that_only_some_runs_have(checkpoint, copied):
+    other = copied / "other" / "step-3"
+    shutil.copytree(step_of(copied, 3), other)
+    state = json.loads((other / "state.json").read_text())
+    (other / "state.json").write_text(json.dumps(state | {"rested_steps": 3}))
+    agree(other)
+    found = shown(checkpoint, "diff", step_of(copied, 3), other)
+    assert checkpoint("diff", step_of(copied, 3), other)[0] == 1 and found["position"] == {"rested_steps": [None, 3]}
+
+
+def test_a_link_to_a_step_is_copied_under_its_own_name(checkpoint, copied, tmp_path):
+    step_of(copied, 3).rename(tmp_path / "llmb-final")
+    step_of(copied, 3).symlink_to(tmp_path / "llmb-final")
+    assert checkpoint("copy", step_of(copied, 3), tmp_path / "place")[0] == 0
+    assert verify(tmp_path / "place" / "step-3") == []
+
+
+def test_a_step_that_the_run_removes_meanwhile_is_not_damaged(checkpoint, copied, monkeypatch):
+    find_damage = read.find_damage
+
+    def removing(path):
+        shutil.rmtree(step_of(copied, 2), ignore_errors=True)
+        return find_damage(path)
+
+    monkeypatch.setattr(read, "find_damage", removing)
+    code, text, _ = checkpoint("verify", "--all", copied)
+    assert code == 0 and "DAMAGED" not in text and "step-2" not in text
+
+
 def test_diff_of_what_cannot_be_compared_is_trouble(checkpoint, copied):
     flip(step_of(copied, 2) / "rank-0.safetensors")
     code, text, problem = checkpoint("diff", copied, step_of(copied, 2))

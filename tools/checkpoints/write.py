@@ -31,14 +31,15 @@ def copy(path, destination):
         entries = read_entries(source)
     except ValueError as error:
         raise ConfigError([f"{error}; restore it, or give another checkpoint"]) from error
-    if not STEP_NAME.fullmatch(source.resolve().name):
+    name = source.name if STEP_NAME.fullmatch(source.name) else source.resolve().name
+    if not STEP_NAME.fullmatch(name):
         raise ConfigError([f"{source}: is set aside or half removed; rename it step-N if it is sound"])
     if STEP_NAME.fullmatch(destination.name):
-        raise ConfigError([f"{destination}: give the directory in which to put {source.resolve().name}"])
+        raise ConfigError([f"{destination}: give the directory in which to put {name}"])
     run = destination.parent if destination.name == "checkpoints" else destination
     is_run = (run / "checkpoints").is_dir() or (run / "config.json").is_file()
     directory = run / "checkpoints" if is_run else destination
-    target = directory / source.resolve().name
+    target = directory / name
     if target.exists():
         raise ConfigError([f"{target}: already exists; move it away, or give another directory"])
     refuse_without_room(target, sum(entry["bytes"] for entry in entries.values()) + HEADER_BYTES)
