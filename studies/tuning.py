@@ -71,4 +71,4 @@ def tuning_sections(tuned, size):
         yield ""
     if said:
         yield "A form is compared at every size at the factor with the lowest mean, times the size's own rate; until it"
-        yield "has one, at that of the first seed's lowest loss; without a run there, at the rate that its row gives."
+        yield f"has one, at that of seed {TUNING_SEED}'s lowest loss; without a run there, at the rate in its row."

@@ -75,11 +75,11 @@ def run(arguments):
 
     if arguments.cuda_graph:
         use_gpu(arguments)
-    model, limit, encoder = load(arguments, arguments.attention_backend)
+    model, limit, encoder, ends = load(arguments, arguments.attention_backend)
     tokenizer = encoder.model
     prompts = [[*encoder.bos_ids, *tokenizer.encode(prompt, out_type=int)] for prompt in arguments.prompt]
     check_lengths(arguments, prompts, limit)
-    write(arguments, model, tokenizer, prompts)
+    write(arguments, model, tokenizer, prompts, ends)
 
 
 def use_gpu(arguments):
@@ -105,13 +105,12 @@ def check_lengths(arguments, prompts, limit):
     raise_any(problems)
 
 
-def write(arguments, model, tokenizer, prompts):
+def write(arguments, model, tokenizer, prompts, ends):
+    """ends: ids that end a document, or a turn in a chat."""
     from moh_lm.data.tokenizer import continuation
     from moh_lm.inference.generate import generate
-    from tools.hf.convert.trainer_model import ends_of_text
 
     prompts = [list(map(int, prompt)) for prompt in prompts]
-    ends = {tokenizer.eos_id(), *ends_of_text(arguments.model)}  # of a document, and of a turn in a chat
     stream = len(prompts) == 1 and not arguments.json
     new, shown = [[] for _ in prompts], ""
     if stream:

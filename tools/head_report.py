@@ -89,7 +89,7 @@ def run(arguments):
     if arguments.suite and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError([f"--suite {arguments.suite}: pip install -e '.[eval]' for its tasks"])
     refuse_foreign(writable_directory(arguments.output), ("heads.json", "index.html"))
-    model, limit, tokenizer = load(arguments)
+    model, limit, tokenizer, _ = load(arguments)
     if len(model.config.head_counts) > 1 or model.config.head_dims:
         raise ConfigError([f"--model {arguments.model}: must have equally many heads of one width in every layer"])
     if limit < SEGMENT:

@@ -116,7 +116,7 @@ def import_model(arguments, name, given):
     raise_any(problems)
     config = replace(config, vocab_size=vocab_size)
     ids = token_ids(arguments.model, values)
-    old, new, tokenizer = find_tokenizers(arguments, vocab_size)
+    old, new, tokenizer = find_tokenizers(arguments, old_vocab_size, vocab_size)
     settings = settings_of(arguments.model, old, ids)
     if "tokenizer.json" in tokenizer and names_code(arguments.model):
         print("note: tokenizer_config.json names Python code, which is left out; tokenizer.json is used without it")

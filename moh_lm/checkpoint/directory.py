@@ -41,14 +41,16 @@ def list_steps(directory):
     return sorted(steps, key=step_number, reverse=True)
 
 
-def dangling_steps(directory):
-    """Return the links step-N in ``directory`` whose targets are absent, newest first."""
+def refuse_dangling(directory):
+    """Raise ConfigError if a link step-N in ``directory``, newer than its steps, leads to what is not there."""
     try:
         with os.scandir(directory) as entries:
-            found = [Path(entry) for entry in entries if STEP_NAME.fullmatch(entry.name) and entry.is_symlink()]
-    except NO_SUCH_FILE:
-        return []
-    return sorted((step for step in found if not step.exists()), key=step_number, reverse=True)
+            links = [Path(entry) for entry in entries if STEP_NAME.fullmatch(entry.name) and entry.is_symlink()]
+    except OSError:
+        return  # ``list_steps`` says so
+    newest = max((step for step in links if not step.exists()), key=step_number, default=None)
+    if newest and all(step_number(step) < step_number(newest) for step in list_steps(directory)):
+        raise ConfigError([f"{newest}: is a link to what is not there; mount its disk, or remove the link"])
 
 
 def step_around(path):

@@ -26,6 +26,7 @@ from moh_lm.checkpoint.directory import (
     list_steps,
     outdated,
     point_latest,
+    refuse_dangling,
     remove_entry,
     remove_leftovers,
     set_aside,
@@ -312,6 +313,8 @@ def find_step(path):
     path = Path(path)
     try:
         is_run = (path / "checkpoints").is_dir()  # even if it is called step-5
+        if is_run:
+            refuse_dangling(path / "checkpoints")
         steps = list_steps(path / "checkpoints") if is_run or not STEP_NAME.fullmatch(path.name) else [path]
         if not steps or not steps[0].is_dir():
             raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])

@@ -99,8 +99,11 @@ def make_own(path: Path):
     """Give a file that other names share, as after ``cp -al``, a content of its own: it will change in place."""
     if path.is_file() and path.stat().st_nlink > 1:
         temporary = temporary_name(path)
-        shutil.copyfile(path, temporary)
-        os.replace(temporary, path)
+        try:
+            shutil.copy(path, temporary)  # with its permissions
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def publish_own(directory: Path, files: dict[str, bytes]):

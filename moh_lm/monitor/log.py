@@ -159,8 +159,9 @@ class RunLog:
     def write(self, record):
         self.rows.add(finite(record))
 
-    def close(self):
-        self.writers.close()
+    def close(self, code=0):
+        """code: that with which the run ends."""
+        self.writers.close(code)
 
 
 def head_scalars(model, figures, with_loads):

@@ -79,9 +79,10 @@ class Writers:
             print(f"{name}: {reason}; it gets no more until the run is restarted", file=sys.stderr, flush=True)
             setattr(self, name, None)
 
-    def close(self):
+    def close(self, code=0):
+        """code: that with which the run ends."""
         self.draw("close")
-        self.tell_wandb("finish")
+        self.tell_wandb("finish", exit_code=code)
 
 
 def report_thread(failed):

@@ -177,10 +177,9 @@ class Run:
         """Record that the run cannot go on. What it died of is printed when the rank ends."""
         self.event_log.add(event, self.state.step)
         self.tell_alarms()
-        if self.log:
-            self.log.close()
-        self.while_others_wait(self.report)
         self.while_others_wait(self.end_after_save)
+        self.while_others_wait(lambda: self.log.close(code=1))
+        self.while_others_wait(self.report)
 
     def while_others_wait(self, work):
         """Run ``work`` on rank 0; the others wait, because a rank that had left would be named as the cause."""

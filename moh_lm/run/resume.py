@@ -15,13 +15,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.directory import (
-    dangling_steps,
     list_steps,
     newest_model,
     point_latest,
+    refuse_dangling,
     remove_leftovers,
     set_aside,
-    step_number,
 )
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries, verify
@@ -44,7 +43,7 @@ SPEED = (  # fields that change how many tokens a device computes in a second
     "train_only", "optimizer", "workers",
 )  # fmt: skip
 # Of a killed start.
-LEFTOVER = re.compile(r"\.seen-\d+|((config|metrics|samples)\.jsonl?|latest|report\.html)\.tmp-\d+")
+LEFTOVER = re.compile(r"\.seen-\d+|((config|events|metrics|samples)\.jsonl?|latest|report\.html)\.tmp-\d+")
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
 SCALED = (  # how a language model whose gates are far from 1 loses its routers
     "tools/export_hf.py, then tools/import_hf.py --head-selection all --allow-routing-change scale the projections by "
@@ -234,6 +233,8 @@ def contradictions(config, dry_run=False):
     program = program_of(directory) if directory else None
     if program not in (None, config.program):
         return [f"--checkpoint-dir {directory}: holds a run of {program}; use that command, or choose a new directory"]
+    if directory:
+        refuse_dangling(Path(directory) / "checkpoints")
     step, model = newest_model(directory, type(config)) if directory else (None, None)
     if step is None:
         refused = directory and config.reliability.require_checkpoint and not dry_run
@@ -282,10 +283,8 @@ def sound_step(directory, event_log, progress):
     there were checkpoints and none is intact, or if a file cannot be read.
     """
     damaged = {}
-    steps, dangling = on_rank_zero(lambda: (list_steps(directory), dangling_steps(directory)))
-    if dangling and (not steps or step_number(dangling[0]) > step_number(steps[0])):
-        raise ConfigError([f"{dangling[0]}: is a link to what is not there; mount its disk, or remove the link"])
-    for step in steps:
+    on_rank_zero(lambda: refuse_dangling(directory))
+    for step in on_rank_zero(lambda: list_steps(directory)):
         problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
         if not problems:
             on_rank_zero(lambda step=step: settle(step, damaged, event_log))

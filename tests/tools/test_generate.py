@@ -65,7 +65,7 @@ def test_the_text_in_pieces_is_the_text_at_once(run, programs):
 
 def test_prompts_begin_with_the_bos_of_the_data(run, tmp_path, without_transformers, monkeypatch, tool):
     asked = []
-    monkeypatch.setattr(generate_tool, "write", lambda arguments, model, tokenizer, prompts: asked.append(prompts))
+    monkeypatch.setattr(generate_tool, "write", lambda *given: asked.append(given[3]))
     shutil.copytree(run, tmp_path / "begun")
     path = find_step(tmp_path / "begun") / "state.json"
     facts = json.loads(path.read_text())
@@ -86,7 +86,7 @@ def test_prompts_begin_with_the_bos_of_the_data(run, tmp_path, without_transform
 def test_a_prompt_begins_as_the_tokenizer_of_an_export_does(tmp_path, monkeypatch, tool):
     hugging_face_tokenizer(tmp_path, "bytes", bos_token="<s>")  # its tokenizer.json adds BOS, and no other file says so
     write_zeros(tmp_path)
-    monkeypatch.setattr(generate_tool, "write", lambda arguments, model, tokenizer, prompts: asked.extend(prompts))
+    monkeypatch.setattr(generate_tool, "write", lambda *given: asked.extend(given[3]))
     asked, flags = [], ("generate", "--model", tmp_path, "--prompt", "a", "--max-new-tokens", 2)
     assert tool(*flags)[0] == 0
     assert asked == [[1, *Tokenizer(str(tmp_path)).model.encode("a")]]

@@ -109,7 +109,7 @@ def checked(monkeypatch):
 def test_an_import_before_training_begins_texts_as_its_source(begins, imported, tool, checked, tmp_path, monkeypatch):
     """The last files but one are those of Llama 2: both tokenizer.model and tokenizer.json."""
     asked = []
-    monkeypatch.setattr(generate, "write", lambda arguments, model, tokenizer, prompts: asked.extend(prompts))
+    monkeypatch.setattr(generate, "write", lambda *given: asked.extend(given[3]))
     make_llama(tmp_path / "hf", vocab_size=278, bos_token_id=1, eos_token_id=2)
     small_model(tmp_path / "hf" / "tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278)
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": begins}
@@ -155,14 +155,15 @@ def test_markers_that_a_tokenizer_model_lacks_come_from_the_source(tmp_path):
 
 def test_markers_of_a_template_have_the_ids_and_rows_of_the_source(imported, tool, tmp_path):
     """A tokenizer.json adds a special marker, another that is not special, and padding beyond the model's rows."""
-    make_llama(tmp_path / "hf", vocab_size=280)
+    make_llama(tmp_path / "hf", vocab_size=281)
     old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
     write_tokenizer(read_model(old), tmp_path / "hf", 64)
     source = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf", split_special_tokens=False)
     source.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
     source.add_tokens([tokenizers.AddedToken("<call>", normalized=False, special=False)])
-    source.add_special_tokens({"pad_token": "[PAD]"})
+    source.add_tokens([tokenizers.AddedToken("catdog", normalized=False, special=False)])  # no marker, but a word
     source.chat_template = "{% for turn in messages %}<|start|>{{ turn.content }}<call>{% endfor %}"
+    source.add_special_tokens({"pad_token": "[PAD]"})
     source.save_pretrained(tmp_path / "hf")
     Path(old).rename(tmp_path / "hf/tokenizer.model")
     code, _, errors = tool("export_hf", "--checkpoint", imported(tmp_path / "hf"), "--output", tmp_path / "out")
@@ -170,9 +171,11 @@ def test_markers_of_a_template_have_the_ids_and_rows_of_the_source(imported, too
     exported = AutoTokenizer.from_pretrained(tmp_path / "out")
     talk = [{"role": "user", "content": "the cat"}]
     assert exported.apply_chat_template(talk)["input_ids"] == source.apply_chat_template(talk)["input_ids"]
-    assert max(exported(["a cat", "the cat sat and a dog"], padding=True)["input_ids"][0]) < 280
+    *trained, _ = Tokenizer(str(tmp_path / "out")).encode_batch(["a catdog"])[0].tolist()
+    assert exported("a catdog")["input_ids"] == trained
+    assert max(exported(["a cat", "the cat sat and a dog"], padding=True)["input_ids"][0]) < 281
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert source.pad_token_id == 280 and config["pad_token_id"] == exported.pad_token_id < 280
+    assert source.pad_token_id == 281 and config["pad_token_id"] == exported.pad_token_id < 281
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -213,6 +216,7 @@ def test_the_tokenizer_of_an_import_encodes_as_that_of_its_source(imported, tmp_
     path = source / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     settings.pop("chat_template")
+    settings["chat_template"] = "{{ old }}"  # transformers prefers the file
     (source / "chat_template.jinja").write_text("{% for turn in messages %}<call>{{ turn.content }}<|end|>{% endfor %}")
     path.write_text(json.dumps(settings))
     pieces = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -225,7 +229,11 @@ def test_the_tokenizer_of_an_import_encodes_as_that_of_its_source(imported, tmp_
     ids = [tokenizer.encode_batch(["a <call> b"])[0].tolist() for tokenizer in (one, other)]
     assert ids[0] == ids[1] and pieces.token_to_id("<call>") not in ids[0]
     assert one.identity == other.identity
-    assert ends_of_text(step.parents[1]) == ends_of_model(source) == [turn_end(pieces), 2]
+    assert ends_of_text(step, True, other.model) == {*ends_of_model(source)} == {turn_end(pieces), 2}
+    state = json.loads((step / "state.json").read_text())
+    state["imported"]["tokenizer"]["tokens"]["eos"] = "<|other|>"  # ids of the source mean other pieces here
+    (step / "state.json").write_text(json.dumps(state))
+    assert ends_of_text(step, True, other.model) == {2}
 
 
 def turn_end(pieces):

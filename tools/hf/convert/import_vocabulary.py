@@ -155,13 +155,14 @@ def joined(ranks, token):
     return [ranks[part] for part in parts]
 
 
-def refuse_other_ids(old, new, before, now):
+MADE = "give one that data_prep/tokenize.py extend, or add_tokens of transformers, has made from it"
+
+
+def refuse_other_ids(old, new, before, now, remedy=MADE):
     for index, token in before.items():
         if now.get(index) != token:
-            raise ConfigError([
-                f"--tokenizer {new}: id {index} is {now.get(index)!r} and in {old} it is {token!r}; give one that "
-                "data_prep/tokenize.py extend, or add_tokens of transformers, has made from it"
-            ])
+            differ = f"id {index} is {now.get(index)!r} and in {old} it is {token!r}"
+            raise ConfigError([f"--tokenizer {new}: {differ}; {remedy}"])
 
 
 def pieces_by_id(file):
@@ -175,11 +176,13 @@ def pieces_by_id(file):
     return {index: piece for piece, index in vocabulary.items()}
 
 
-def refuse_other_pieces(own, new, old):
-    """Raise ConfigError if ``new`` has other pieces at ids of the source's tokenizer.json, the file ``own``.
+def refuse_other_pieces(own, new, old, rows):
+    """Raise ConfigError if ``new`` has other pieces at ids of the source's tokenizer.json, the file ``own``, that have
+    one of the model's ``rows``.
 
     Names of added tokens may change. old: the source's tokenizer.model, with which ``spelled`` compares, or None.
     """
+    remedy = MADE
     try:
         before = {token["id"]: token["content"] for token in read_json(own).get("added_tokens", [])}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -190,17 +193,20 @@ def refuse_other_pieces(own, new, old):
     else:
         first = size_of(old) if old else 0
         before = {index: text for index, text in before.items() if index >= first}
+        remedy = f"extend {own.name} by add_tokens of transformers, and give that directory"
         if is_tiktoken(file):
             now = {rank: token.decode(errors="replace") for token, rank in read_ranks(file)[0].items()}
         else:
             pieces = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes()).pieces
             now = {index: piece.piece for index, piece in enumerate(pieces)}
-    refuse_other_ids(own, new, {index: before[index] for index in before.keys() & now.keys()}, now)
+    shared = {index: before[index] for index in sorted(before.keys() & now.keys()) if index < rows}
+    refuse_other_ids(own, new, shared, now, remedy)
 
 
-def find_tokenizers(arguments, vocab_size):
+def find_tokenizers(arguments, rows, vocab_size):
     """Return (path of the model's tokenizer, path of the run data's tokenizer, {name: bytes} of files for the step).
 
+    rows: those of the model's vocabulary. vocab_size: those that it will have.
     A model without tokenizer.model has no such path, and its tokenizer in Hugging Face form is copied unread. Raises
     ConfigError if that of the data, in this form too, has other ids.
     """
@@ -212,7 +218,7 @@ def find_tokenizers(arguments, vocab_size):
     if new:
         contents, own = read_tokenizer(new, vocab_size, named), arguments.model / TOKENIZER_FILES[1]
         if own.is_file() and arguments.tokenizer:
-            refuse_other_pieces(own, new, old)
+            refuse_other_pieces(own, new, old, rows)
         return old, new, contents
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
     return old, new, {path.name: kept_bytes(path) for path in kept}

@@ -19,13 +19,13 @@ CODE = ("auto_map", "processor_class", "custom_pipelines")  # keys of files of H
 
 
 def cleaned(content, more, less=()):
-    """Return the bytes of a tokenizer_config.json with the keys of ``more`` that it lacks, and without those of
-    ``less`` and custom code.
+    """Return the bytes of a tokenizer_config.json with the settings ``more``, and without the keys ``less`` and custom
+    code.
 
     A class of transformers then reads tokenizer.json. Bytes that need no change are returned unchanged.
     """
     settings = parse_json(content)
-    wanted = {key: value for key, value in (more | without_code(settings)).items() if key not in less}
+    wanted = {key: value for key, value in (without_code(settings) | more).items() if key not in less}
     if needs_code(settings):
         wanted["tokenizer_class"] = CLASS
     return content if wanted == settings else json_bytes(wanted)
@@ -79,8 +79,8 @@ def settings_of(directory, model, ids):
         return {}
     special, others = ({text: index for text, (index, of) in added.items() if of == kind} for kind in (True, False))
     found = {"tokens": {name: text for name, text in tokens.items() if text}, "special": special, "begins": begins}
-    if chat:  # the others are markers of its template; without one, texts are encoded as in training
-        found["added"] = others
+    if chat:  # markers of its template; other texts are encoded as in training
+        found["added"] = {text: index for text, index in others.items() if text in str(chat)}
     return found | {"padding_side": side or usual, **({"chat_template": chat} if chat else {})}
 
 
@@ -140,10 +140,16 @@ def restore(directory, source, ids, special, vocab_size):
         config |= {"chat_template": source["chat_template"], "split_special_tokens": False}
     write_files(directory, tokenizer, config)
     found = special | {name: known[text] for name, text in tokens.items()}
-    same = known.get(source["tokens"].get("eos")) in listed(ids.get("eos"))
-    ends = [*listed(found["eos"]), *(listed(ids["eos"]) if same else []), *listed(special["eos"])]
+    ends = [*listed(found["eos"]), *ends_of_source(source, ids, known), *listed(special["eos"])]
     ends = list(dict.fromkeys(ends))
     return found | {"eos": ends if len(ends) > 1 else ends[0] if ends else None}
+
+
+def ends_of_source(source, ids, known):
+    """Return the ids with which texts of the source end, if its EOS has one of them among ``known``, {text: id} of a
+    tokenizer; else [], because they are other pieces there. ids: see ``restore``."""
+    ends = listed(ids.get("eos"))
+    return ends if known.get(source.get("tokens", {}).get("eos")) in ends else []
 
 
 def add_tokens(tokenizer, tokens, special):

@@ -19,11 +19,11 @@ from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.export_files import weight_files
 from tools.hf.convert.import_config import model_config, read_config
-from tools.hf.convert.source_tokenizer import listed
+from tools.hf.convert.source_tokenizer import ends_of_source, listed
 
 
 def load(arguments, attention_backend="auto"):
-    """Return (model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError.
+    """Return (model on its device, its longest sequence, its ``Tokenizer``, ids that end a text). Raises ConfigError.
 
     The tokenizer begins documents with BOS if the data of a step do, or if the tokenizer of an export, or of the source
     of an import that was not trained, begins texts with it.
@@ -73,16 +73,17 @@ def load(arguments, attention_backend="auto"):
             wanted.pop(name).copy_(tensor)
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
-    return model.eval(), limit, tokenizer
+    return model.eval(), limit, tokenizer, ends_of_text(directory, is_step, tokenizer.model)
 
 
-def ends_of_text(directory):
-    """Return the ids that end a text of a model in Hugging Face form, or of the model that a run or step continues, as
-    its export has them. Raises ConfigError."""
-    if os.path.exists(directory / "config.json") and "model_type" in read_config(directory):
-        return ends_of_model(directory)
-    state = optional_json(find_step(directory) / "state.json")
-    return listed(state.get("imported", {}).get("token_ids", {}).get("eos"))
+def ends_of_text(directory, is_step, tokenizer):
+    """Return the ids that end a text of an export, or of a step as its export has them. Raises ConfigError."""
+    if not is_step:
+        return {tokenizer.eos_id(), *ends_of_model(directory)}
+    imported = optional_json(directory / "state.json").get("imported", {})
+    source, ids = imported.get("tokenizer", {}), imported.get("token_ids", {})
+    known = {tokenizer.id_to_piece(index): index for index in listed(ids.get("eos")) if index < tokenizer.vocab_size()}
+    return {tokenizer.eos_id(), *ends_of_source(source, ids, source.get("special", {}) | known)}
 
 
 def recorded_bos(directory, is_step):
