@@ -48,7 +48,7 @@ setup(
     ],
     extras_require={
         "vision": VISION,
-        "fid": ["torch-fidelity"],  # brings torchvision
+        "fid": ["torch-fidelity>=0.4"],  # brings torchvision
         "hf": ["transformers>=4.46", *PLOT],  # what the quickstart needs: exports, and the page of a run
         "real": REAL,
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model

@@ -71,13 +71,14 @@ def quoted(word):
 def main(script, *flags):
     hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
     port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    several = bool(hostfile) or os.path.isfile(runner.DLTS_HOSTFILE)
+    hosts, several = hostfile or runner.DLTS_HOSTFILE, bool(hostfile)
     launcher, start = [], subprocess.Popen
     runner.PDSHRunner = PDSHRunner
     subprocess.Popen = lambda *words, **more: launcher.append(start(*words, **more)) or launcher[-1]
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would continue with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
+        several = os.path.isfile(hosts) and len(runner.fetch_hostfile(hosts)) > 1  # DeepSpeed runs one without ssh
         if not several:
             if re.search("[^-0-9, ]", devices):
                 raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start with torchrun")
@@ -85,7 +86,7 @@ def main(script, *flags):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
             signal.signal(signal.SIGTERM, lambda *_: stop_ranks(launcher))
         else:
-            with open(hostfile or runner.DLTS_HOSTFILE, encoding="utf-8") as lines:
+            with open(hosts, encoding="utf-8") as lines:
                 options = [line.split()[0] for line in lines if line.lstrip().startswith("-")]
             if options:
                 raise ValueError(f"{options[0]}: is an option of ssh, not the name of a node; fix this line")
@@ -102,6 +103,10 @@ def main(script, *flags):
             return 128 - launcher[-1].returncode
     except IndexError:  # the launcher reads the address of the first node from `hostname -I`
         print(f"{script}: the first node has no address: `hostname -I` prints none there", file=sys.stderr)
+        return 2
+    except (OSError, subprocess.CalledProcessError) as error:  # the launcher asks the first node for its address
+        remedy = "ssh must reach the first node, and `hostname -I` work there; or start with torchrun"
+        print(f"{script}: {hosts}: {error}; {remedy}", file=sys.stderr)
         return 2
     except (RuntimeError, ValueError, OverflowError) as error:  # an invalid line, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}{advice(error)}", file=sys.stderr)

@@ -13,7 +13,7 @@ import sys
 from moh_lm.cli.output import open_closed_streams
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import changes, make_parser, parse_flags
-from moh_lm.supervise.errors import environment_problems, report_errors
+from moh_lm.supervise.errors import environment_problems, refuse_start, report_errors
 
 
 def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
@@ -26,6 +26,7 @@ def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
     arguments = sys.argv[1:] if arguments is None else arguments
     if problems := environment_problems():
         print("\n".join(f"{config_type.program}: {problem}" for problem in problems), file=sys.stderr)
+        refuse_start()
         sys.exit(2)
     try:
         given = parse_flags(make_parser(config_type), arguments, config_type)
@@ -33,6 +34,7 @@ def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
         program = importlib.import_module("moh_lm.run.program")
     except ConfigError as error:
         report_errors(error.problems, program=config_type.program)
+        refuse_start()
         sys.exit(2)
     program.main(given, pkgutil.resolve_name(task))
 

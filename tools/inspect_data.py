@@ -51,6 +51,9 @@ def parse_arguments(texts):
     if arguments.state and arguments.values:
         raise ConfigError([f"--state {arguments.state}: already has the flags of its run; leave out yours"])
     config = config_of(arguments)
+    if config.data.decay_mix and config.decay_begins() is None:
+        needs = "add --schedule wsd, --decay-iters and a budget such as --train-tokens 1B"
+        raise ConfigError([f"--decay-mix: begins with the decay; {needs}"])
     planned = config.run.train_iters is not None and not (arguments.document or arguments.verify)
     if arguments.values and arguments.sample is None and not planned:
         used = "are used by --sample, or with a budget such as --train-tokens 1B"

@@ -92,11 +92,12 @@ def run(machine):
 def rank_layouts(config, machine):
     """Return plans of all legal layouts: those that fit first, then by speed. Raises ConfigError if there is none."""
     from moh_lm.checks.layout import layout_problems
-    from moh_lm.checks.run import graph_problems
+    from moh_lm.checks.run import frozen_problems, graph_problems, projection_problems, split_problems
 
     plans = [make_plan(variant, machine) for variant in legal_variants(config, machine)]
     if not plans:
-        problems = layout_problems(config, machine.gpus) or graph_problems(config, on_gpu=True)
+        problems = split_problems(config) or frozen_problems(config) or projection_problems(config)
+        problems = problems or layout_problems(config, machine.gpus) or graph_problems(config, on_gpu=True)
         problems = problems or ["no layout is legal for this batch and these heads"]
         raise ConfigError([f"{machine.gpus} GPUs: {problem}" for problem in problems])
     return sorted(plans, key=lambda plan: (not plan["fits"], plan["seconds_per_step"], plan["memory_gib"]))
@@ -105,6 +106,7 @@ def rank_layouts(config, machine):
 def legal_variants(config, machine):
     """Yield ``config`` in every layout that the trainer accepts on the machine's GPUs."""
     from moh_lm.checks.layout import layout_problems
+    from moh_lm.checks.model import model_problems
     from moh_lm.checks.run import frozen_problems, graph_problems, projection_problems, split_problems
 
     gpus = machine.gpus
@@ -112,7 +114,7 @@ def legal_variants(config, machine):
     for degrees in product(divisors, repeat=3):
         if gpus % prod(degrees) == 0:
             spread = with_degrees(config, dict(zip(DEGREES, degrees, strict=True)), machine.values)
-            if split_problems(spread) or frozen_problems(spread):
+            if model_problems(spread.model) or split_problems(spread) or frozen_problems(spread):
                 continue
             sizes = [2**n for n in range(7) if 2**n <= config.run.global_batch_size]
             for zero, micro_batch, recompute in product((1, 2, 3), sizes, (False, True)):

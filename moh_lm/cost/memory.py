@@ -9,9 +9,11 @@ size, V vocabulary, tp, pp, cp, dp the degrees of tensor, pipeline, context and 
 
 import functools
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from moh_lm.build import build_model
@@ -72,8 +74,8 @@ def stage_memory(config, world_size):
     tokens = run.micro_batch_size * run.seq_length // cp
     matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else 0
     found = []
-    for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp)):
-        parameters = whole / tp
+    for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp, tp)):
+        parameters = whole
         trained, of_muon = parameters, blocks * matrices / tp  # these have one moment
         if config.optimizer.train_only == "router":
             trained, of_muon = parameter_counts(model)["router"], 0
@@ -122,16 +124,24 @@ def layer_matrices(model):
 
 
 @functools.lru_cache(maxsize=64)
-def stages(model, seq_length, num_stages):
-    """Return (cost, parameters, decoder layers) of each pipeline stage; see ``pipeline_costs``."""
+def stages(model, seq_length, num_stages, tp=1):
+    """Return (cost, parameters of a rank, decoder layers) of each pipeline stage; see ``pipeline_costs``."""
     with torch.device("meta"):
         layers = build_model(model).in_order()
     costs, found = pipeline_costs(model, seq_length), []
     for start, stop in pairwise(stage_bounds(costs, num_stages)):
         blocks = sum(prefix.startswith("model.layers.") for prefix, _ in layers[start:stop])
-        weights = {weight for _, layer in layers[start:stop] for weight in layer.parameters()}  # a tied one once
-        found.append((sum(costs[start:stop]), sum(weight.numel() for weight in weights), blocks))
+        named = (part for prefix, layer in layers[start:stop] for part in layer.named_parameters(prefix))
+        weights = {weight: name for name, weight in named}  # a tied one once
+        parts = [weight.numel() / (1 if is_copied(name, model, tp) else tp) for weight, name in weights.items()]
+        found.append((sum(costs[start:stop]), sum(parts), blocks))
     return found
+
+
+def is_copied(name, model, tp):
+    """Return whether every tensor-parallel rank holds the whole parameter ``name``."""
+    kinds = "q_a_|kv_a_|router|norm" + ("|k_proj|v_proj" if np.max(model.num_key_value_heads) < tp else "")
+    return re.search(kinds, name) is not None
 
 
 def stage_shares(model, seq_length, num_stages):

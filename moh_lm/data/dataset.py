@@ -199,8 +199,11 @@ class Dataset(TrainingData):
         """Return what a checkpoint keeps: the segments of the run, the shards by name and content, and ``bos_id`` if
         documents begin with it. JSON-able."""
         segments, newest = self.segments, self.mixture_of(consumed_samples - 1)
-        if newest is not self.mixture:
-            segments = next_segments(segments, self.fingerprint(newest), newest.first_sample)
+        if newest is not self.mixture:  # a decay, which begins a segment even where the one before was alike
+            fingerprint, names = self.fingerprint(newest), newest.names
+            consumed = {name: newest.consumed.tolist()[names.index(name)] for name in fingerprint["weights"]}
+            segments = [segment for segment in segments if segment["first_sample"] < newest.first_sample]
+            segments = [*segments, {"first_sample": newest.first_sample, **fingerprint, "consumed": consumed}]
         units = {
             source.name: {basename(shard.prefix): shard.content[:16] for shard in source.shards}
             for source in self.sources

@@ -242,4 +242,6 @@ def mix_problems(given, mix):
             sound = False
         if not sound:
             found.append(f"{given} {name}={weight}: write NAME=WEIGHT with a weight above 0, such as books=4.24")
+        elif not Decimal("1e-30") <= Decimal(weight) <= Decimal("1e30"):
+            found.append(f"{given} {name}={weight}: a weight must be between 1e-30 and 1e30")
     return found

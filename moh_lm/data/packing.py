@@ -64,12 +64,12 @@ class Packer:
         packed = pack(starts, rows, self.mixture.seq_length)
         return [[piece._replace(first=first + piece.first) for piece in row] for row in packed]
 
-    def documents(self, source, phase, number):
-        """Return (first token of a block, offsets at which documents begin in it, its rows)."""
+    def documents(self, source, phase, number, beyond=0):
+        """Return (first token of a block, offsets at which documents begin in it and ``beyond`` it, its rows)."""
         length = self.mixture.seq_length
         rows = min(ROWS, int(self.mixture.windows[source]) - number * ROWS)
-        first = phase + number * ROWS * length
-        return first, self.streams[source].document_starts(first, rows * length + 1), rows
+        first, stream = phase + number * ROWS * length, self.streams[source]
+        return first, stream.document_starts(first, min(rows * length + 1 + beyond, stream.num_tokens - first)), rows
 
     def counts(self, source):
         """Return the ``Counts`` of some blocks, spread over the first epoch of a source."""
@@ -77,7 +77,7 @@ class Packer:
         step = -(-blocks // COUNTED)
         found = []
         for number in range(0, blocks, step):
-            _, starts, rows = self.documents(source, phase, number)
+            _, starts, rows = self.documents(source, phase, number, self.mixture.seq_length)
             found.append(count_cuts(starts, rows, self.mixture.seq_length))
         return Counts(*map(sum, zip(*found, strict=True)))
 
@@ -132,15 +132,15 @@ def pack(starts, rows, length):
 
 
 def count_cuts(starts, rows, length):
-    """Return the ``Counts`` of the documents that begin in a block."""
+    """Return the ``Counts`` of the documents that begin in a block. starts: up to ``length`` tokens beyond it."""
     total = rows * length
     row_of = {}  # {position where a piece begins: its row}
-    for number, row in enumerate(pack(starts, rows, length)):
+    for number, row in enumerate(pack([start for start in starts if start <= total], rows, length)):
         row_of |= {piece.first: number for piece in row}
     places, documents, cut, cut_by_windows, apart = sorted(row_of), 0, 0, 0, 0
-    for begin, end in zip(starts, [*starts[1:], total + 1], strict=False):  # no document may begin in a block
+    for begin, end in zip(starts, [*starts[1:], total + length + 1], strict=False):  # no document may begin there
         stop = min(end, total)
-        if begin == total or stop - begin > length:
+        if begin >= total or end - begin > length:
             continue
         pieces = places[bisect_left(places, begin) : bisect_left(places, stop)]
         rest = pieces[1] if len(pieces) > 1 else stop

@@ -155,11 +155,14 @@ class Run:
         self.stopping, writing = result.flags
         if due(step, run.log_interval) or last:
             self.write_log(rate, result)
+        saved = self.stopping
+        if saved:  # an evaluation may take longer than is left
+            self.save()
         if due(step, run.eval_interval) or last:
             self.evaluate()
             self.stopping, writing = set_on_any_rank(self.flags(), self.device)  # much may have happened meanwhile
         started = time.perf_counter()
-        if due(step, self.config.reliability.save_interval) or last or self.stopping:
+        if not saved and (due(step, self.config.reliability.save_interval) or last or self.stopping):
             self.save()
         elif not writing:
             self.saver.collect()

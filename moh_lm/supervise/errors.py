@@ -28,7 +28,31 @@ def environment_problems():
     if not odd and {"RANK", "WORLD_SIZE"} <= found.keys() and int(found["RANK"]) >= int(found["WORLD_SIZE"]):
         return [f"RANK is {found['RANK']} in the environment: must be below WORLD_SIZE {found['WORLD_SIZE']}; {remedy}"]
     wrong = [f"{name} is {found[name]!r} in the environment: must be a whole number in range; {remedy}" for name in odd]
-    return wrong + import_problems()
+    return wrong or restart_problems() + import_problems()
+
+
+def restart_problems():
+    """Sentences if torchrun would restart the ranks of several nodes, whose agents count their restarts apart."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or not on_several_machines():
+        return []
+    remedy = "leave it out, and repeat the command to resume, as launch/slurm.sbatch does"
+    return [f"--max-restarts {restarts}: after a restart the ranks of several nodes would not meet again; {remedy}"]
+
+
+def on_several_machines():
+    """Return whether a launcher has started ranks on other machines, too. Raises ValueError for odd variables."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > here
+
+
+def refuse_start():
+    """Tell the ranks on other machines that this one cannot start; they would wait for it."""
+    with contextlib.suppress(Exception):  # what is wrong here may stop this too
+        if on_several_machines():
+            from moh_lm.supervise.rendezvous import refuse  # imports torch
+
+            refuse()
 
 
 def report_errors(problems, speaker=0, program="moh_lm.pretrain"):

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moh_lm.config import ConfigError
+from moh_lm.supervise.errors import on_several_machines
 from moh_lm.supervise.liveness import describe
 from moh_lm.supervise.secret import SECRET, SignedStore
 
@@ -120,8 +121,7 @@ def open_store(seconds):
 def refuse():
     """Tell the ranks on other machines that this rank cannot start."""
     is_given = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))  # by a launcher
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
-    if is_given and int(os.environ.get("WORLD_SIZE", 1)) > here:
+    if is_given and on_several_machines():
         with contextlib.suppress(ConfigError, RuntimeError):  # nobody is there
             store = open_store(REFUSAL_TIMEOUT_S)
             store.set("refused", f"rank {os.environ['RANK']} on {socket.gethostname()}")

@@ -33,7 +33,8 @@ def random_crop(image, size, least_area, rng):
     else:  # as much of the middle as the ratios allow
         w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
         left, top = (width - w) // 2, (height - h) // 2
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + w, top + h))
+    crop = image.crop((left, top, left + w, top + h))  # with ``box=`` the filter would read pixels beside it
+    return crop.resize((size, size), Image.Resampling.BICUBIC)
 
 
 def center_crop(image, size):

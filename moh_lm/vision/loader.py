@@ -142,7 +142,8 @@ class ImageSet(TrainingData):
     def continue_from(self, saved, consumed):
         before = saved["segments"][-1]
         for source, facts in ((self.training, before), (self.held_out, before.get("held_out", {}))):
-            if "times" in facts and source and facts["times"] != source.identity().get("times"):
+            changed = "times" in facts and source and facts["times"] != source.identity().get("times")
+            if changed and not difference("", source, facts):
                 alike = "their sizes, and the content of a sample, are as before"
                 log_rank0(f"note: {source.path}: images were modified or copied since the checkpoint; {alike}")
         return self

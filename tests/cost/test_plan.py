@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_lm.build import build_model
 from moh_lm.checks import config_problems
+from moh_lm.checks.model import model_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.cost import memory
 from moh_lm.cost.attention import attention_products
@@ -456,3 +457,29 @@ def test_layouts_of_continued_training_are_accepted_at_full_size():
     stage_2 = parse(LLAMA3_8B, "--pipeline-parallel-size", "8")
     for config, world_size in ((stage_1, 2), (stage_1, 256), (stage_2, 8), (stage_2, 64)):
         assert config_problems(config, world_size) == []
+
+
+LATENT = "--attention latent --q-lora-rank 48 --kv-lora-rank 16 --qk-rope-head-dim 8 --head-dim 8 --hidden-size 64"
+ONE_KEY = "--num-key-value-heads 1 --hidden-size 64"
+
+
+def parameters_of_a_rank(flags):
+    start_process_group(120)
+    group = ParallelGroups.create(2, 1, 1).tensor
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in build_model(parse_config(flags)[0].model, group=group).parameters())
+
+
+@pytest.mark.parametrize("more", [LATENT, ONE_KEY])
+def test_what_every_tensor_parallel_rank_holds_whole_is_counted(more):
+    flags = f"--num-layers 2 --num-attention-heads 8 --intermediate-size 96 --vocab-size 128 {more}".split()
+    held = run_ranks(parameters_of_a_rank, 2, flags)
+    ((_, found, _),) = stages(parse_config(flags)[0].model, 64, 1, 2)
+    assert held == [found, found]
+
+
+def test_a_plan_holds_no_heads_that_the_trainer_refuses():
+    flags = "--gpus 8 --preset 30M --head-selection static --head-budget 0.5"
+    machine = planner.parse_arguments(flags.split())
+    variants = list(planner.legal_variants(machine.config, machine))
+    assert variants and not any(model_problems(variant.model) for variant in variants)

@@ -274,6 +274,12 @@ def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
     (change,) = opened(80).changes(opened().state(64), 64)
     assert "--decay-mix began at sample 48 and would begin at 80: give the earlier budget" in change
     assert [row["samples"] for row in opened().plan(96)] == [36, 36, 24]
+    again = opened(64).continue_from(opened().state(64), 64)  # extended by a second decay from here
+    state = json.loads(json.dumps(again.state(80)))
+    assert [segment["first_sample"] for segment in state["segments"]] == [0, 48, 64]
+    assert opened(64).changes(state, 80) == []
+    assert read(opened(64).continue_from(state, 80), 80, 112) == read(again, 80, 112)
+
     changed = opened().state(64)  # --allow-data-change in the decay, at sample 64
     changed["segments"].append(changed["segments"][-1] | {"first_sample": 64, "consumed": {"a": 20, "c": 8}})
     assert opened().changes(changed, 80) == []

@@ -3,10 +3,14 @@
 import functools
 import re
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moh_lm.config import Config, RunConfig
+from moh_lm.run import loop
 from tests.distributed import run_ranks
 from tests.run.harm import run_and_suffer
 from tests.training.runs import arguments
@@ -25,3 +29,26 @@ def test_a_damaged_shard_ends_the_run_in_one_line_with_its_name(data_dir, tmp_pa
         run_ranks(run_and_suffer, 2, arguments(data, tmp_path / "run"), 3, harm, output)
     said = "".join(Path(f"{output}-{rank}").read_text() for rank in (0, 1))
     assert re.search(r"moh_lm.pretrain: rank \d: .*unit-\d.bin: block 0, .* is damaged.*; copy it again with", said)
+
+
+def step_with(flags, at_evaluation, monkeypatch):
+    """What a step does, at which an evaluation and a save are due: stop flags before and after the evaluation."""
+    done = []
+    run = loop.Run.__new__(loop.Run)
+    run.config = Config(run=RunConfig(log_interval=10, eval_interval=5, train_iters=9))
+    run.state, run.log = SimpleNamespace(step=5), None
+    run.profile = SimpleNamespace(begin=lambda step: None, end=lambda step: None)
+    run.train = lambda: (0, SimpleNamespace(flags=(flags, False)))
+    run.evaluate, run.save = partial(done.append, "evaluate"), partial(done.append, "save")
+    run.after_save, run.saver = SimpleNamespace(poll=lambda: None), SimpleNamespace(collect=lambda: None)
+    run.accumulator, run.flags, run.device = SimpleNamespace(seconds={"save": 0}), lambda: None, None
+    monkeypatch.setattr(loop, "set_on_any_rank", lambda *_: (at_evaluation, False))
+    run.step()
+    return done
+
+
+def test_a_run_that_was_asked_to_stop_saves_before_it_evaluates(monkeypatch):
+    """The time that is left may end in the evaluation."""
+    assert step_with(True, True, monkeypatch) == ["save", "evaluate"]
+    assert step_with(False, True, monkeypatch) == ["evaluate", "save"]
+    assert step_with(False, False, monkeypatch) == ["evaluate"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moh_lm import pretrain
 from moh_lm.config import ConfigError
-from moh_lm.supervise import errors, processes
+from moh_lm.supervise import errors, processes, rendezvous
 from moh_lm.training.deepspeed import start
 from tests.distributed import reserved_port, run_ranks
 from tests.training.runs import arguments
@@ -111,6 +111,8 @@ def test_a_rank_without_a_gpu_beside_others_ends_all(tmp_path):
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 in the environment: must be below WORLD_SIZE 2"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536' in the environment"),
         ({"DS_ACCELERATOR": "xyz"}, "DS_ACCELERATOR is 'xyz' in the environment: must be cuda or cpu; change it"),
+        ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_MAX_RESTARTS": "3"},
+         "--max-restarts 3: after a restart the ranks of several nodes would not meet again; leave it out"),
         ({"DEEPSPEED_TIMEOUT": "1h"}, "DEEPSPEED_TIMEOUT is '1h' in the environment: must be a number of minutes"),
         ({"TORCH_DISTRIBUTED_DEBUG": ""}, "TORCH_DISTRIBUTED_DEBUG is '' in the environment: must be OFF, INFO or"),
     ],
@@ -124,3 +126,15 @@ def test_what_a_launcher_did_not_write_is_named(found, said, monkeypatch, capsys
         pretrain.main(["--dry-run"])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"moh_lm.pretrain: {said}")
+
+
+@pytest.mark.parametrize("flags, more", [("--bogus", {}), ("--dry-run", {"DS_ACCELERATOR": "xyz"})])
+def test_a_rank_that_cannot_begin_tells_the_others(flags, more, monkeypatch, capsys):
+    """They wait on other machines, and would call the network broken."""
+    told = []
+    monkeypatch.setattr(rendezvous, "refuse", lambda: told.append(True))
+    for name, value in ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"} | more).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main([flags])
+    assert told == [True] and capsys.readouterr().err.count("\n") == 1

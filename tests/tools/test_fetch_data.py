@@ -156,6 +156,13 @@ def test_a_part_of_another_file_is_copied_anew(remote, tool, tmp_path):
     assert files(tmp_path / "copy") == files(tmp_path / "origin")
 
 
+def test_a_sidecar_that_the_origin_lacks_is_named(remote, tool, tmp_path):
+    (path,) = [path for path in remote.find("/data/web") if path.endswith(".json")]
+    remote.rm(path)
+    code, _, errors = tool("fetch_data", "memory://data", "--output", tmp_path / "copy")
+    assert code == 1 and f"{path.removeprefix('/')}: is missing; run data_prep/tokenize.py there again" in errors
+
+
 def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path):
     assert tool("fetch_data", "memory://data", "--output", tmp_path / "copy")[0] == 0
     grown = make_directory(tmp_path / "grown", {"books": SHARDS["books"], "web": [[501] * 20], "wiki": [[100] * 9]})

@@ -196,6 +196,7 @@ TOOLS = {
         DATA --document even | --document even: write SOURCE:N, such as even:0
         DATA --document evn:0 | --document evn:0: write SOURCE:N, such as even:0; sources: even, odd
         DATA --document even:9999 | --document even:9999: source even has 120 documents; choose one from 0 to 119
+        DATA --data-mix even=1 --decay-mix odd=1 --sample 5 | --decay-mix: begins with the decay; add --schedule wsd
         DATA --verify --sample 0 | --sample: excludes --verify
         DATA --seq-length 32 | --seq-length: flags of moh_lm.pretrain are used by --sample, or with a budget
         DATA --verify --train-iters 9 | --train-iters: flags of moh_lm.pretrain are used by --sample
@@ -218,6 +219,7 @@ TOOLS = {
         --gpus 8 --gpu-memory nan | --gpu-memory nan: must be above 0, and finite
         --gpus 8 --efficiency 3 | --efficiency 3: must be above 0 and at most 1
         --gpus 8 --gpu-memry 40 | flag --gpu-memry is unknown: did you mean --gpu-memory?
+        --gpus 8 --preset 30M --train-only router --head-selection all | 8 GPUs: --train-only router: needs routers
         --gpus 8 --num-layers 0 | --num-layers 0: must be 1 or above
         --gpus 8 --routing magic | --routing magic: choose one of paper, paper_scaled, released, sigmoid
     """,

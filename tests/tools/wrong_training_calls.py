@@ -57,6 +57,7 @@ TRAINING = {
         ok --routing relu --routing-dtype bf16 | --routing-dtype bf16: --routing relu ranks nothing; leave it out
         ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: in training, fewer heads
         ok --routing-dtype bf16 --load-balance-bias-rate 0.001 | --load-balance-bias-rate 0.001: is too fine for a
+        ok --data-mix even=1 odd=1e-5000 | --data-mix odd=1e-5000: a weight must be between 1e-30 and 1e30
         ok --eval-tasks nosuch.jsonl | --eval-tasks nosuch.jsonl: is not a file of tasks ([Errno 2] No
         ok --checkpoint-dir /proc/x | --checkpoint-dir /proc/x: cannot be written (No such file or
         ok --dry-run --save-config nosuch/x.yaml | --save-config nosuch/x.yaml: cannot be written (No

@@ -174,7 +174,10 @@ def fetch_unit(origin, output, source, unit, entry, report):
     if sidecar.exists():  # the sidecar of another shard with this name
         for suffix in (".json", *SUFFIXES):
             beside(prefix, suffix).unlink(missing_ok=True)
-    staged.write_bytes(origin.small_file(f"{source}/{unit}.json") or b"")
+    content = origin.small_file(f"{source}/{unit}.json")
+    if content is None:
+        raise ShardError(f"{origin.url}/{source}/{unit}.json: is missing; run data_prep/tokenize.py there again")
+    staged.write_bytes(content)
     facts = read_sidecar(staged)
     content = hashlib.sha256((facts["bin"]["sha256"] + facts["idx"]["sha256"]).encode()).hexdigest()
     if content != entry["content"]:
