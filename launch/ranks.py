@@ -71,14 +71,13 @@ def quoted(word):
 def main(script, *flags):
     hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
     port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    hosts, several = hostfile or runner.DLTS_HOSTFILE, bool(hostfile)
+    several = bool(hostfile) or os.path.isfile(runner.DLTS_HOSTFILE)
     launcher, start = [], subprocess.Popen
     runner.PDSHRunner = PDSHRunner
     subprocess.Popen = lambda *words, **more: launcher.append(start(*words, **more)) or launcher[-1]
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would continue with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
-        several = os.path.isfile(hosts) and len(runner.fetch_hostfile(hosts)) > 1  # DeepSpeed runs one without ssh
         if not several:
             if re.search("[^-0-9, ]", devices):
                 raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start with torchrun")
@@ -86,7 +85,7 @@ def main(script, *flags):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
             signal.signal(signal.SIGTERM, lambda *_: stop_ranks(launcher))
         else:
-            with open(hosts, encoding="utf-8") as lines:
+            with open(hostfile or runner.DLTS_HOSTFILE, encoding="utf-8") as lines:
                 options = [line.split()[0] for line in lines if line.lstrip().startswith("-")]
             if options:
                 raise ValueError(f"{options[0]}: is an option of ssh, not the name of a node; fix this line")
@@ -104,9 +103,11 @@ def main(script, *flags):
     except IndexError:  # the launcher reads the address of the first node from `hostname -I`
         print(f"{script}: the first node has no address: `hostname -I` prints none there", file=sys.stderr)
         return 2
-    except (OSError, subprocess.CalledProcessError) as error:  # the launcher asks the first node for its address
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:  # the launcher asks the first node by ssh
+        if not isinstance(error, subprocess.CalledProcessError) and error.filename != "ssh":
+            raise
         remedy = "ssh must reach the first node, and `hostname -I` work there; or start with torchrun"
-        print(f"{script}: {hosts}: {error}; {remedy}", file=sys.stderr)
+        print(f"{script}: {hostfile or runner.DLTS_HOSTFILE}: {error}; {remedy}", file=sys.stderr)
         return 2
     except (RuntimeError, ValueError, OverflowError) as error:  # an invalid line, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}{advice(error)}", file=sys.stderr)

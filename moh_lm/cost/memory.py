@@ -13,7 +13,6 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from moh_lm.build import build_model
@@ -140,8 +139,9 @@ def stages(model, seq_length, num_stages, tp=1):
 
 def is_copied(name, model, tp):
     """Return whether every tensor-parallel rank holds the whole parameter ``name``."""
-    kinds = "q_a_|kv_a_|router|norm" + ("|k_proj|v_proj" if np.max(model.num_key_value_heads) < tp else "")
-    return re.search(kinds, name) is not None
+    if keys := re.search(r"layers\.(\d+)\..*[kv]_proj", name):
+        return model.of_layer(int(keys[1])).num_key_value_heads < tp
+    return re.search("q_a_|kv_a_|router|norm", name) is not None
 
 
 def stage_shares(model, seq_length, num_stages):

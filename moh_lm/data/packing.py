@@ -11,6 +11,7 @@ A block of ``ROWS`` rows of S tokens holds exactly that many tokens, so each tok
 Documents that cross the end of a block are cut there.
 """
 
+import math
 from bisect import bisect_left, insort
 from functools import lru_cache
 from typing import NamedTuple
@@ -77,8 +78,9 @@ class Packer:
         step = -(-blocks // COUNTED)
         found = []
         for number in range(0, blocks, step):
-            _, starts, rows = self.documents(source, phase, number, self.mixture.seq_length)
-            found.append(count_cuts(starts, rows, self.mixture.seq_length))
+            first, starts, rows = self.documents(source, phase, number, self.mixture.seq_length)
+            end = self.streams[source].num_tokens - first
+            found.append(count_cuts(starts, rows, self.mixture.seq_length, end))
         return Counts(*map(sum, zip(*found, strict=True)))
 
 
@@ -131,14 +133,15 @@ def pack(starts, rows, length):
     ]
 
 
-def count_cuts(starts, rows, length):
-    """Return the ``Counts`` of the documents that begin in a block. starts: up to ``length`` tokens beyond it."""
+def count_cuts(starts, rows, length, text_end=math.inf):
+    """Return the ``Counts`` of the documents that begin in a block. starts: up to ``length`` tokens beyond it.
+    text_end: the offset at which the text ends."""
     total = rows * length
     row_of = {}  # {position where a piece begins: its row}
     for number, row in enumerate(pack([start for start in starts if start <= total], rows, length)):
         row_of |= {piece.first: number for piece in row}
     places, documents, cut, cut_by_windows, apart = sorted(row_of), 0, 0, 0, 0
-    for begin, end in zip(starts, [*starts[1:], total + length + 1], strict=False):  # no document may begin there
+    for begin, end in zip(starts, [*starts[1:], min(total + length + 1, text_end)], strict=False):
         stop = min(end, total)
         if begin >= total or end - begin > length:
             continue

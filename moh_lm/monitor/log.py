@@ -160,7 +160,7 @@ class RunLog:
         self.rows.add(finite(record))
 
     def close(self, code=0):
-        """code: that with which the run ends."""
+        """code: 0 unless the run failed."""
         self.writers.close(code)
 
 

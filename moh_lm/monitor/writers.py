@@ -80,7 +80,7 @@ class Writers:
             setattr(self, name, None)
 
     def close(self, code=0):
-        """code: that with which the run ends."""
+        """code: 0 unless the run failed."""
         self.draw("close")
         self.tell_wandb("finish", exit_code=code)
 

@@ -155,7 +155,7 @@ class Run:
         self.stopping, writing = result.flags
         if due(step, run.log_interval) or last:
             self.write_log(rate, result)
-        saved = self.stopping
+        saved = self.stopping and not last  # a complete run does not evaluate again
         if saved:  # an evaluation may take longer than is left
             self.save()
         if due(step, run.eval_interval) or last:
@@ -164,7 +164,7 @@ class Run:
         started = time.perf_counter()
         if not saved and (due(step, self.config.reliability.save_interval) or last or self.stopping):
             self.save()
-        elif not writing:
+        elif not saved and not writing:  # ``close`` waits for the last save, whose failure is the run's
             self.saver.collect()
         self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started

@@ -470,7 +470,7 @@ def parameters_of_a_rank(flags):
         return sum(weight.numel() for weight in build_model(parse_config(flags)[0].model, group=group).parameters())
 
 
-@pytest.mark.parametrize("more", [LATENT, ONE_KEY])
+@pytest.mark.parametrize("more", [LATENT, ONE_KEY, "--num-key-value-heads 4 1 --hidden-size 64"])
 def test_what_every_tensor_parallel_rank_holds_whole_is_counted(more):
     flags = f"--num-layers 2 --num-attention-heads 8 --intermediate-size 96 --vocab-size 128 {more}".split()
     held = run_ranks(parameters_of_a_rank, 2, flags)

@@ -115,6 +115,7 @@ def test_cuts_are_counted():
     found = count_cuts([7, 14, 20], 2, 10)  # 7, 7 and 6 tokens: the second one ends in the second window
     assert (found.documents, found.cut, found.cut_by_windows, found.tokens, found.apart) == (2, 1, 1, 20, 3)
     assert count_cuts([4, 25, 33], 3, 10)[:3] == (1, 1, 1)  # the last one reaches over the end of the block
+    assert count_cuts([4, 25], 3, 10, 33)[:3] == (1, 1, 1)  # where the text ends
     assert count_cuts([4, 25, 40], 3, 10)[:3] == count_cuts([4, 25], 3, 10)[:3] == (0, 0, 0)  # it is longer than a row
     assert count_cuts([], 3, 10) == (0, 0, 0, 30, 0)  # a document that fills the block began before it
 

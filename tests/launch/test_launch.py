@@ -214,14 +214,6 @@ def test_a_first_node_that_cannot_be_asked_is_named_with_a_remedy(programs, tmp_
     assert (code, output.count("ssh must reach the first node")) == (4, 2), output
 
 
-def test_one_node_of_a_hostfile_is_stopped_like_this_machine(programs, tmp_path):
-    (tmp_path / "hosts").write_text("node1 slots=1\n")
-    shown = "lambda _: print(signal.getsignal(signal.SIGTERM).__qualname__) or sys.exit(0)"
-    code = f"import signal, sys; from launch import ranks\nranks.runner.main = {shown}\nsys.exit(ranks.main('a.sh'))"
-    code, output, _ = execute([programs / "python", "-c", code], ROOT, HOSTFILE=str(tmp_path / "hosts"))
-    assert code == 0 and "main.<locals>.<lambda>" in output, output
-
-
 def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
     code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
     assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output

@@ -40,7 +40,8 @@ def step_with(flags, at_evaluation, monkeypatch):
     run.profile = SimpleNamespace(begin=lambda step: None, end=lambda step: None)
     run.train = lambda: (0, SimpleNamespace(flags=(flags, False)))
     run.evaluate, run.save = partial(done.append, "evaluate"), partial(done.append, "save")
-    run.after_save, run.saver = SimpleNamespace(poll=lambda: None), SimpleNamespace(collect=lambda: None)
+    run.saver = SimpleNamespace(collect=partial(done.append, "collect"))
+    run.after_save = SimpleNamespace(poll=lambda: None)
     run.accumulator, run.flags, run.device = SimpleNamespace(seconds={"save": 0}), lambda: None, None
     monkeypatch.setattr(loop, "set_on_any_rank", lambda *_: (at_evaluation, False))
     run.step()
@@ -51,4 +52,4 @@ def test_a_run_that_was_asked_to_stop_saves_before_it_evaluates(monkeypatch):
     """The time that is left may end in the evaluation."""
     assert step_with(True, True, monkeypatch) == ["save", "evaluate"]
     assert step_with(False, True, monkeypatch) == ["evaluate", "save"]
-    assert step_with(False, False, monkeypatch) == ["evaluate"]
+    assert step_with(False, False, monkeypatch) == ["evaluate", "collect"]  # an earlier save

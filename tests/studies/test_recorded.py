@@ -157,8 +157,7 @@ def test_losses_and_differences_of_the_history_are_those_of_the_published_runs()
     section, _, later = (
         (root / "docs/history/study.md").read_text().partition("## The second start so far")[2].partition("\n## ")
     )
-    parts = [part.strip().splitlines()[2:] for part in section.split("\n\n") if part.lstrip().startswith("|")]
-    s2, pairs, m2 = [[[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in part] for part in parts]
+    s2, pairs, m2 = (table[2:] for table in tables_of(section))
     assert (len(s2), len(pairs), len(m2)) >= (13, 14, 13)
     for size, table in (("s2", s2), ("m2", m2)):
         for arm, *cells in table:
@@ -174,3 +173,24 @@ def test_losses_and_differences_of_the_history_are_those_of_the_published_runs()
     lower = interval(losses["s2", "gated-50"], gated).removeprefix("+")
     assert f"ends {lower} lower than at 0.008" in later
     assert f"minus `gated-50` is {interval(losses['s2', 'sigmoid-50'], gated)} instead" in later
+
+    rates, differences = tables_of(later.partition("On that day")[2])
+    factors, first_three = rates[0][1:-1], {key: {n: of[n] for n in (1, 2, 3) if n in of} for key, of in found.items()}
+    chosen = {}
+    for arm, *cells, minus in rates[2:]:
+        means = {factor: cell.strip("*") for factor, cell in zip(factors, cells, strict=True) if cell}
+        for factor, mean in means.items():
+            assert mean == f"{statistics.fmean(first_three['s2', arm, factor].values()):.4f}", (arm, factor)
+        (bold,) = [factor for factor, cell in zip(factors, cells, strict=True) if cell.startswith("**")]
+        assert means[bold] == min(means.values()) and len(means) > 2
+        chosen[arm] = first_three["s2", arm, bold]
+        assert minus == (interval(chosen[arm], chosen["dense"]) if arm != "dense" else "")
+    for arm, other, said in differences[2:]:
+        assert said == interval(chosen[arm], chosen[other]), (arm, other)
+    assert len(chosen) > 4 and len(differences) > 5
+
+
+def tables_of(text):
+    """The tables of a page as lists of rows of cells."""
+    parts = [part.strip().splitlines() for part in text.split("\n\n") if part.lstrip().startswith("|")]
+    return [[[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in part] for part in parts]

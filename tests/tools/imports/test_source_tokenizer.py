@@ -230,10 +230,16 @@ def test_the_tokenizer_of_an_import_encodes_as_that_of_its_source(imported, tmp_
     assert ids[0] == ids[1] and pieces.token_to_id("<call>") not in ids[0]
     assert one.identity == other.identity
     assert ends_of_text(step, True, other.model) == {*ends_of_model(source)} == {turn_end(pieces), 2}
-    state = json.loads((step / "state.json").read_text())
-    state["imported"]["tokenizer"]["tokens"]["eos"] = "<|other|>"  # ids of the source mean other pieces here
-    (step / "state.json").write_text(json.dumps(state))
-    assert ends_of_text(step, True, other.model) == {2}
+    trained = json.loads((step / "state.json").read_text()) | {"step": 3}
+    for text, special, ends in (
+        ("<|end|>", {}, {turn_end(pieces), 2}),
+        ("<|other|>", {}, {2}),  # ids of the source mean other pieces here
+        ("<|other|>", {"<|other|>": 5}, {2}),  # as the id of this one does
+        ("<|other|>", {"<|other|>": 999}, {2, 999}),  # which the export adds
+    ):
+        trained["imported"]["tokenizer"] |= {"tokens": {"eos": text}, "special": special}
+        (step / "state.json").write_text(json.dumps(trained))
+        assert ends_of_text(step, True, other.model) == ends, text
 
 
 def turn_end(pieces):

@@ -80,10 +80,25 @@ def ends_of_text(directory, is_step, tokenizer):
     """Return the ids that end a text of an export, or of a step as its export has them. Raises ConfigError."""
     if not is_step:
         return {tokenizer.eos_id(), *ends_of_model(directory)}
-    imported = optional_json(directory / "state.json").get("imported", {})
+    state = optional_json(directory / "state.json")
+    imported = state.get("imported", {})
     source, ids = imported.get("tokenizer", {}), imported.get("token_ids", {})
-    known = {tokenizer.id_to_piece(index): index for index in listed(ids.get("eos")) if index < tokenizer.vocab_size()}
-    return {tokenizer.eos_id(), *ends_of_source(source, ids, source.get("special", {}) | known)}
+    if state.get("step") == 0 and not (directory / TOKENIZER_FILES[0]).is_file():  # its tokenizer is the source's own
+        return {tokenizer.eos_id(), *listed(ids.get("eos"))}
+    text = source.get("tokens", {}).get("eos")
+    own = source.get("special", {}).get(text)
+    pieces = {index: piece(tokenizer, index) for index in (*listed(ids.get("eos")), own) if index is not None}
+    same = [index for index, found in pieces.items() if found == text or (found is None and index == own)]
+    known = {text: same[0]} if same else {}
+    return {tokenizer.eos_id(), *known.values(), *ends_of_source(source, ids, known)}
+
+
+def piece(tokenizer, index):
+    """Return the text of a token, or None for an id without one, where the export may add a token of the source."""
+    try:
+        return tokenizer.id_to_piece(index)
+    except IndexError:
+        return None
 
 
 def recorded_bos(directory, is_step):
