@@ -5,6 +5,7 @@
 docs/checkpoints.md has the exit codes.
 """
 
+import contextlib
 import functools
 import importlib
 import pkgutil
@@ -13,7 +14,7 @@ import sys
 from moh_lm.cli.output import open_closed_streams
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import changes, make_parser, parse_flags
-from moh_lm.supervise.errors import environment_problems, refuse_start, report_errors
+from moh_lm.supervise.errors import environment_problems, on_several_machines, report_errors
 
 
 def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
@@ -37,6 +38,15 @@ def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
         refuse_start()
         sys.exit(2)
     program.main(given, pkgutil.resolve_name(task))
+
+
+def refuse_start():
+    """Tell the ranks on other machines that this one cannot start; they would wait for it."""
+    with contextlib.suppress(Exception):  # what is wrong here may stop this too
+        if on_several_machines():
+            from moh_lm.supervise.rendezvous import refuse  # imports torch
+
+            refuse()
 
 
 if __name__ == "__main__":

@@ -46,15 +46,6 @@ def on_several_machines():
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > here
 
 
-def refuse_start():
-    """Tell the ranks on other machines that this one cannot start; they would wait for it."""
-    with contextlib.suppress(Exception):  # what is wrong here may stop this too
-        if on_several_machines():
-            from moh_lm.supervise.rendezvous import refuse  # imports torch
-
-            refuse()
-
-
 def report_errors(problems, speaker=0, program="moh_lm.pretrain"):
     """Print what is wrong with the run of ``program`` once per node, by the node's rank ``speaker``, because a problem
     may exist on one node only. A rank whose launcher does not tell it its number prints as well, as it may be the only
