@@ -234,6 +234,7 @@ def test_the_tokenizer_of_an_import_encodes_as_that_of_its_source(imported, tmp_
     for text, special, ends in (
         ("<|end|>", {}, {turn_end(pieces), 2}),
         ("<|other|>", {}, {2}),  # ids of the source mean other pieces here
+        (None, {}, {2}),
         ("<|other|>", {"<|other|>": 5}, {2}),  # as the id of this one does
         ("<|other|>", {"<|other|>": 999}, {2, 999}),  # which the export adds
     ):

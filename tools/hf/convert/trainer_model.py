@@ -88,7 +88,7 @@ def ends_of_text(directory, is_step, tokenizer):
     text = source.get("tokens", {}).get("eos")
     own = source.get("special", {}).get(text)
     pieces = {index: piece(tokenizer, index) for index in (*listed(ids.get("eos")), own) if index is not None}
-    same = [index for index, found in pieces.items() if found == text or (found is None and index == own)]
+    same = [index for index, found in pieces.items() if text and (found == text or (found is None and index == own))]
     known = {text: same[0]} if same else {}
     return {tokenizer.eos_id(), *known.values(), *ends_of_source(source, ids, known)}
 
