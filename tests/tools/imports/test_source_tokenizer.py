@@ -234,13 +234,15 @@ def test_the_tokenizer_of_an_import_encodes_as_that_of_its_source(imported, tmp_
     for text, special, ends in (
         ("<|end|>", {}, {turn_end(pieces), 2}),
         ("<|other|>", {}, {2}),  # ids of the source mean other pieces here
-        (None, {}, {2}),
         ("<|other|>", {"<|other|>": 5}, {2}),  # as the id of this one does
         ("<|other|>", {"<|other|>": 999}, {2, 999}),  # which the export adds
     ):
         trained["imported"]["tokenizer"] |= {"tokens": {"eos": text}, "special": special}
         (step / "state.json").write_text(json.dumps(trained))
         assert ends_of_text(step, True, other.model) == ends, text
+    trained["imported"] |= {"tokenizer": {"tokens": {}}, "token_ids": {"eos": 999}}  # an id without a token
+    (step / "state.json").write_text(json.dumps(trained))
+    assert ends_of_text(step, True, other.model) == {2}
 
 
 def turn_end(pieces):
