@@ -30,6 +30,7 @@ LANGUAGE = (
     "moh_positions.py",
     "moh_rotary.py",
     "moh_router.py",
+    "moh_serving.py",
 )
 VIT = ("modeling_moh_vit.py", "moh_gates.py", "moh_layers.py", "moh_router.py")
 DIT = ("modeling_moh_dit.py", "moh_gates.py", "moh_layers.py", "moh_router.py")

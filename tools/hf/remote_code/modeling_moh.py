@@ -6,8 +6,8 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
 moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py selects heads and has the
 balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py the rotary embedding, moh_positions.py the
-masks, moh_layer.py the blocks, moh_own_keys.py the heads that keep only their own tokens. moh_gates.py and
-moh_rotary.py are files of the trainer.
+masks, moh_layer.py the blocks, moh_own_keys.py the heads that keep only their own tokens, moh_serving.py what serving
+engines cannot compute. moh_gates.py and moh_rotary.py are files of the trainer.
 
 Each of these arguments adds to the outputs; the first can be set in the configuration too:
 
@@ -42,18 +42,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
 
 from .configuration_moh import MoHLlamaConfig
-from .moh_attention import MoHLlamaContextualPositions, attention_kind
+from .moh_attention import MoHLlamaContextualPositions
 from .moh_layer import MoHLlamaDecoderLayer
-from .moh_own_keys import (
-    DynamicLayer,
-    OwnKeysLayer,
-    OwnKeysStaticLayer,
-    QuantizedLayer,
-    StaticLayer,
-    can_keep_less,
-)
+from .moh_own_keys import keep_own_keys
 from .moh_positions import COUNT_SLOTS, MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
 from .moh_router import MoHLlamaRouter, load_balance_loss
+from .moh_serving import continuous_batching_problem, vllm_problem
 
 CACHE_FIELDS = {"cache", "past_key_values"}  # the names since transformers 5.24, and before
 (CACHE,) = CACHE_FIELDS & {*BaseModelOutputWithPast.__dataclass_fields__}
@@ -108,24 +102,13 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         config.check()  # from_pretrained(DIR, KEY=VALUE) sets attributes of an existing configuration
-        if config._attn_implementation == "vllm" and len({*config.layer_windows} - {0}) > 1:
-            raise ValueError(f"layer_windows {config.layer_windows}: vLLM has one window for all layers that have one")
+        if config._attn_implementation == "vllm" and (problem := vllm_problem(config)):
+            raise ValueError(problem)
         self.check_positions()
-        if config._attn_implementation == "vllm" and len({*config.layer_heads}) > 1:
-            raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in each layer; use transformers")
-        if config._attn_implementation == "vllm" and attention_kind(config).projects:
-            raise ValueError("attention latent, head_dims: vLLM keeps heads of one width; use transformers")
         self.config_of_masks = None
         if "cope" in config.layer_positions:  # its layers need masks
             self.config_of_masks = copy.copy(config)
             self.config_of_masks._attn_implementation = "eager"
-        marked = config.head_selection == "mixture" and config.routed_keys == "selected"
-        if config._attn_implementation == "vllm" and marked and config.head_dim == config.query_dim:
-            r, e = config.queries_per_key, config.head_dim
-            override = f'{{"head_dim": {-(-(e + r) // 16) * 16}, "query_dim": {e}}}'
-            raise ValueError(f"routed_keys selected: vLLM's cache has no room for it; use --hf-overrides '{override}'")
-        if config._attn_implementation == "vllm" and marked and config.routed_positions == "head":
-            raise ValueError("routed_positions head: vLLM keeps keys at positions of the text; use transformers")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
         if "learned" in config.layer_positions:
@@ -160,28 +143,6 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             return attention_mask
         kinds = {window: "sliding_attention" if window else "full_attention" for window in windows}
         return {window: attention_mask[kind] for window, kind in kinds.items()}  # masks of continuous batching
-
-    def keep_own_keys(self, cache, attention_mask, output_attentions):
-        """Make the layers of an empty cache keep only the tokens that heads use, unless attention weights are
-        requested."""
-        layers = getattr(cache, "layers", None) or []
-        if output_attentions and any(isinstance(cached, OwnKeysLayer) for cached in layers):
-            raise ValueError("output_attentions: the cache has left out keys; request them from the first token on")
-        marked = [cached for cached, layer in zip(layers, self.layers, strict=False) if layer.self_attn.own_keys]
-        if any(isinstance(cached, QuantizedLayer) for cached in marked):
-            raise ValueError("routed_keys selected: a quantized cache cannot keep its marks; choose another cache")
-        for index, cached in enumerate([] if torch.compiler.is_compiling() else layers):
-            own = self.layers[index].self_attn
-            if own.own_keys and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own.head_dim):
-                cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
-        simple = attention_mask is None or of_padding(attention_mask) is not None
-        plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
-        plain = plain and not output_attentions and not getattr(cache, "offloading", False)
-        if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
-            cache.layers += [DynamicLayer() for _ in range(len(cache.layers), len(self.layers))]
-            for index, layer in enumerate(self.layers):
-                if layer.self_attn.own_keys and type(cache.layers[index]) is DynamicLayer:
-                    cache.layers[index] = OwnKeysLayer()
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
@@ -220,7 +181,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         present = None
         if config.routed_keys == "selected" and past_key_values is not None:
-            self.keep_own_keys(past_key_values, attention_mask, output_attentions)
+            padded_only = attention_mask is None or padding is not None
+            keep_own_keys(past_key_values, self.layers, config._attn_implementation, padded_only, output_attentions)
         if config.routed_keys == "selected" and padding is not None:
             present = padding[:, -x.shape[1] :].bool()
         masks = self.masks(x, attention_mask, past_key_values, cache_position, position_ids)
@@ -295,17 +257,8 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Raise ValueError if the paged cache, which has one shape for all layers, does not fit this model."""
-        config, problem = self.config, None
-        if any(layer.self_attn.own_keys for layer in self.model.layers):
-            problem = "routed_keys selected: continuous batching has no room for the marks of keys"
-        elif config.attention == "latent":
-            problem = "attention latent: continuous batching keeps keys and values of heads"
-        elif len({*config.layer_heads}) > 1:
-            problem = f"layer_heads {config.layer_heads}: continuous batching needs the same number in every layer"
-        elif len({*config.layer_windows} - {0}) > 1:
-            problem = f"layer_windows {config.layer_windows}: continuous batching has one window"
-        if problem:
-            raise ValueError(f"{problem}; use generate")
+        if problem := continuous_batching_problem(self.config):
+            raise ValueError(problem)
         return super().init_continuous_batching(*args, **kwargs)
 
     def forward(

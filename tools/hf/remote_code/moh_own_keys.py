@@ -246,3 +246,28 @@ def own_layer(cache, index):
     layers = getattr(cache, "layers", None) or []
     own = index < len(layers) and isinstance(layers[index], (OwnKeysLayer, OwnKeysStaticLayer))
     return layers[index] if own else None
+
+
+def keep_own_keys(cache, layers, implementation, padded_only, output_attentions):
+    """Make the layers of an empty cache keep only the tokens that heads use, unless attention weights are requested.
+
+    layers: those of the model. implementation: of attention. padded_only: no mask was given but one of padding.
+    """
+    kept = getattr(cache, "layers", None) or []
+    if output_attentions and any(isinstance(cached, OwnKeysLayer) for cached in kept):
+        raise ValueError("output_attentions: the cache has left out keys; request them from the first token on")
+    own = {index: layer.self_attn for index, layer in enumerate(layers) if layer.self_attn.own_keys}
+    if any(isinstance(cached, QuantizedLayer) for index, cached in enumerate(kept) if index in own):
+        raise ValueError("routed_keys selected: a quantized cache cannot keep its marks; choose another cache")
+    if torch.compiler.is_compiling():
+        return
+    for index, cached in enumerate(kept):
+        if index in own and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own[index].head_dim):
+            kept[index] = OwnKeysStaticLayer(cached.max_cache_len, own[index].num_kept_heads)
+    plain = type(cache) is cache_utils.DynamicCache and DynamicLayer and not getattr(cache, "offloading", False)
+    simple = padded_only and not output_attentions and implementation in ("eager", "sdpa")
+    if plain and simple and not cache.get_seq_length():
+        cache.layers += [DynamicLayer() for _ in range(len(cache.layers), len(layers))]
+        for index in own:
+            if type(cache.layers[index]) is DynamicLayer:
+                cache.layers[index] = OwnKeysLayer()
