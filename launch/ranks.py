@@ -73,8 +73,15 @@ def main(script, *flags):
     port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     several = bool(hostfile) or os.path.isfile(runner.DLTS_HOSTFILE)
     launcher, start = [], subprocess.Popen
-    runner.PDSHRunner = PDSHRunner
-    subprocess.Popen = lambda *words, **more: launcher.append(start(*words, **more)) or launcher[-1]
+
+    def launch(words, *more, **named):
+        if words[0] == sys.executable:  # the launcher of this machine's ranks, not pdsh or a question by ssh
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+            signal.signal(signal.SIGTERM, lambda *_: stop_ranks(launcher))
+        launcher.append(start(words, *more, **named))
+        return launcher[-1]
+
+    runner.PDSHRunner, subprocess.Popen = PDSHRunner, launch
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would continue with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
@@ -82,8 +89,6 @@ def main(script, *flags):
             if re.search("[^-0-9, ]", devices):
                 raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start with torchrun")
             port = port or str(free_port())
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-            signal.signal(signal.SIGTERM, lambda *_: stop_ranks(launcher))
         else:
             with open(hostfile or runner.DLTS_HOSTFILE, encoding="utf-8") as lines:
                 options = [line.split()[0] for line in lines if line.lstrip().startswith("-")]

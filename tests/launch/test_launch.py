@@ -80,11 +80,12 @@ def test_ctrl_c_and_a_hang_up_are_for_the_ranks(trainer):
     assert call_of_rank(trainer, 0)["port"] == "29512"
 
 
-@pytest.mark.parametrize("moment", ["import", "launch", "wait"])
-def test_a_signal_to_the_launcher_alone_is_for_the_ranks(trainer, moment):
+@pytest.mark.parametrize("moment, hosts", [("import", {}), ("launch", {}), ("wait", {}), ("wait", "this one")])
+def test_a_signal_to_the_launcher_alone_is_for_the_ranks(trainer, moment, hosts):
     """Process 1 of a container gets SIGTERM, and nothing happens unless it handles it."""
     command = ["bash", ROOT / SCRIPTS[0], "--wait"]
-    with subprocess.Popen(command, cwd=trainer, env=environment(), start_new_session=True) as process:
+    variables = environment() | (hosts and one_node(trainer, os.environ["PATH"]))
+    with subprocess.Popen(command, cwd=trainer, env=variables, start_new_session=True) as process:
         reached = {
             "import": lambda: "ranks.py" in " ".join(psutil.Process(process.pid).cmdline()),
             "launch": lambda: psutil.Process(process.pid).children(),  # which has no ranks yet
@@ -104,15 +105,19 @@ def test_a_signal_to_the_launcher_alone_is_for_the_ranks(trainer, moment):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_bash_starts_a_rank_for_each_slot_of_the_hostfile(trainer, programs):
+def one_node(trainer, path):
+    """Variables for a host file of this machine, with two ranks."""
     ssh = trainer / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text("#!/bin/sh\necho 127.0.0.1\n")
     ssh.chmod(0o755)
     (trainer / "my hosts").write_text("localhost slots=2\n")
-    path = f"{ssh.parent}{os.pathsep}{ready(programs)['PATH']}"
+    return {"PATH": f"{ssh.parent}{os.pathsep}{path}", "HOSTFILE": "my hosts"}
+
+
+def test_bash_starts_a_rank_for_each_slot_of_the_hostfile(trainer, programs):
     command, killed = ["bash", ROOT / SCRIPTS[0], "--exit-code", "247"], 256 - signal.SIGKILL
-    code, output, _ = execute(command, trainer, PATH=path, HOSTFILE="my hosts")
+    code, output, _ = execute(command, trainer, **one_node(trainer, ready(programs)["PATH"]))
     assert code == killed, output
     assert output.count("\n") == 1 and "SIGKILL ended a rank" in output
     assert all((trainer / f"rank-{rank}.json").exists() for rank in (0, 1))
