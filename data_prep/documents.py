@@ -22,7 +22,7 @@ import pyarrow.parquet
 
 from data_prep.containers import BESIDE, BYTE_ORDER_MARK, LONGEST, READ, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
-from data_prep.storage import is_remote, open_file, state_of
+from data_prep.storage import open_file, state_of
 from data_prep.tables import arrow_batches, parquet_batches, without_lists
 from moh_lm.parsing import BeyondLimits, parse_json
 
@@ -43,7 +43,7 @@ class Piece:
     name: str  # relative to the fixed part of the pattern that matched it
     size: int  # bytes of the file
     written: int | str  # when it was last written to, in ns; of a remote file its etag
-    sample: str  # hash of the first and last bytes of the file, with the etag of a remote one; of all of standard input
+    sample: str  # hash of the first and last bytes of the file; of all of standard input
     container: str  # plain, gzip, zstd, parquet, arrow
     form: str  # jsonl, column, text
     start: int
@@ -73,8 +73,7 @@ def inspect_file(path: str, name: str) -> Piece:
     with reading(path), open_file(path, READ) as file:
         head = file.read(SAMPLE)
         file.seek(max(len(head), size - SAMPLE))
-        etag = written.encode() if is_remote(path) else b""
-        sample = sha256(head + file.read(SAMPLE) + etag).hexdigest()
+        sample = sha256(head + file.read(SAMPLE)).hexdigest()
         file.seek(0)
         container, form = sniff(file, name)
         end = pyarrow.parquet.read_metadata(file).num_row_groups if container == "parquet" else size

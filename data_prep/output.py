@@ -17,7 +17,7 @@ from pathlib import Path
 from data_prep.documents import STDIN, STREAM
 from data_prep.encoding import Tokenizer
 from data_prep.inputs import LEFT_OUT, Source, same_content
-from data_prep.storage import exists, is_remote
+from data_prep.storage import exists, has_size, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, publish, read_json
@@ -91,8 +91,8 @@ def replaced_shards(
         piece = contents.get((source, size, sample)) if size else None
         if (source, path) in inputs or piece is None:
             return path if (source, path) in inputs else None
-        unchanged = os.path.isfile(path) and os.path.getsize(path) == size
-        return piece.origin if not unchanged or same_content(piece, replace(piece, path=path)) else None
+        same = not has_size(path, size) or same_content(piece, replace(piece, path=path))
+        return piece.origin if same else None
 
     replaced = []
     for path in sorted(output.glob("[!.]*/*.json")):

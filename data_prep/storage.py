@@ -21,7 +21,7 @@ from moh_lm.data.files import ShardError
 
 URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 BLOCK = 1 << 22  # bytes of a remote file that are read at once
-STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "LastModified", "Last-Modified", "updated", "created")
+STAMPS = ("md5Hash", "blob_id", "ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated", "created")
 ATTEMPTS = 4
 PAUSE = 1.0  # seconds before the second attempt, and twice as many before each next one
 
@@ -99,6 +99,13 @@ def exists(path: str) -> bool:
     with suppress(FileNotFoundError):
         return bool(persistently(path, lambda: files.info(inside)))
     return False
+
+
+def has_size(path: str, size: int) -> bool:
+    """Return whether there is a file of ``size`` bytes at a path or URL; true if a server does not answer."""
+    with suppress(OSError):
+        return exists(path) and state_of(path)[0] == size
+    return True
 
 
 def state_of(path: str) -> tuple[int, int | str]:

@@ -262,6 +262,21 @@ def test_the_command_reads_from_a_server(model, tmp_path):
     assert sorted(decoded(tmp_path / "out", "s", model)) == sorted(TEXTS)
 
 
+def test_files_are_known_by_their_content_at_any_address(model, tmp_path):
+    """Copies count once, and a moved file replaces its own shard: no document is there twice."""
+    pytest.importorskip("aiohttp")
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(json_lines(LONG))
+    with served(tmp_path) as address:
+        tokenize(model, tmp_path / "copies", f"s={address}/a.jsonl", f"s={address}/b.jsonl")
+        tokenize(model, tmp_path / "moved", f"s={tmp_path}/a.jsonl")
+        tokenize(model, tmp_path / "moved", f"s={address}/a.jsonl")
+    (tmp_path / "a.jsonl").unlink()
+    tokenize(model, tmp_path / "moved", f"s={tmp_path}/b.jsonl")
+    for output in ("copies", "moved"):
+        assert sorted(decoded(tmp_path / output, "s", model)) == sorted(LONG), output
+
+
 class Hub(Ranges):
     """The dataset o/n of Hugging Face's hub: what it is, its folders, and its files by ranges."""
 

@@ -38,11 +38,12 @@ def interleaved(weight, heads):
 
 def write_gguf(
     path, model, architecture="llama", absent=(), more=(), scaling=None, tokenizer=None, values=(), turned=None,
+    rule="gpt-2",
 ):  # fmt: skip
     """The weights of a Llama, with matrices in F16, as llama.cpp writes them.
 
     more: names of further tensors. values: (key, number) of others. turned: rotary features. tokenizer: the directory
-    of one like GPT-2's.
+    of one like GPT-2's. rule: the name by which it splits text.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -63,7 +64,7 @@ def write_gguf(
     if scaling:
         writer.add_rope_scaling_type(scaling)
     if tokenizer:
-        add_tokenizer(writer, json.loads((tokenizer / "tokenizer.json").read_text())["model"])
+        add_tokenizer(writer, json.loads((tokenizer / "tokenizer.json").read_text())["model"], rule)
     weights = {name_in_gguf(name): weight for name, weight in model.state_dict().items()}
     for name, weight in weights.items():
         if "attn_q" in name or "attn_k" in name:
@@ -78,10 +79,12 @@ def write_gguf(
     writer.close()
 
 
-def add_tokenizer(writer, pieces):
+def add_tokenizer(writer, pieces, rule):
     """Pieces and merges like GPT-2's, whose first ids are <unk>, <s> and </s>, and a template of chats."""
     vocabulary = sorted(pieces["vocab"], key=pieces["vocab"].get)
     writer.add_tokenizer_model("gpt2")
+    if rule:
+        writer.add_tokenizer_pre(rule)
     writer.add_token_list(vocabulary)
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocabulary) - 3))
     writer.add_token_merges([" ".join(pair) for pair in pieces["merges"]])
@@ -124,6 +127,34 @@ def test_the_tokenizer_of_a_gguf_file_gives_the_same_ids(imported, tmp_path):
     for text in (*TEXTS, "", " a  b\n\t", "</s> \u00e9\U0001f600"):
         assert after.encode(text).tolist() == before.encode(text).tolist(), text
     assert "<turn>" in json.loads((step / "tokenizer_config.json").read_text())["chat_template"]
+
+
+def test_a_rule_that_splits_off_digits_is_kept(imported, tmp_path):
+    """SmolLM2's: "\\n\\n" before a digit stays whole, while GPT-2's rule leaves the last space to what follows."""
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    model = make_llama(tmp_path / "hf", rope_parameters=BASE_ONLY, vocab_size=HuggingFaceModel(tokenizer).vocab_size())
+    write_gguf(tmp_path / "small.gguf", model, tokenizer=tokenizer, rule="smollm")
+    plain = HuggingFaceModel(tokenizer)
+    values = json.loads((tokenizer / "tokenizer.json").read_text())
+    splits = [{"type": "Split", "pattern": {"Regex": "[0-9]"}, "behavior": "Isolated", "invert": False}]
+    values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*splits, values["pre_tokenizer"]]}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(values))
+    expected = HuggingFaceModel(tokenizer)
+    after = HuggingFaceModel(find_step(imported(tmp_path / "small.gguf")))
+    texts = ["def f(x):\n    1", "a 22  3", "    4"]
+    assert any(plain.encode(text).tolist() != expected.encode(text).tolist() for text in texts)
+    for text in (*TEXTS, *texts):
+        assert after.encode(text).tolist() == expected.encode(text).tolist(), text
+
+
+@pytest.mark.parametrize("rule", [None, "default", "deepseek-coder"])
+def test_an_unknown_rule_for_splitting_text_leaves_no_tokenizer(tool, tmp_path, rule):
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    model = make_llama(tmp_path / "hf", rope_parameters=BASE_ONLY, vocab_size=HuggingFaceModel(tokenizer).vocab_size())
+    write_gguf(tmp_path / "small.gguf", model, tokenizer=tokenizer, rule=rule)
+    _, text, _ = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
+    assert f"tokenizer.ggml.pre {rule!r}" in text and "give the tokenizer of the data by --tokenizer" in text
+    assert not list((tmp_path / "run").rglob("tokenizer.json"))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ READ = (  # keys of an architecture that transformers reads, or that say nothing
 WIDTHS = ("attention.key_length", "attention.value_length")  # of a head; all of it is rotated
 NEUTRAL = ("none", 0, 1.0)  # values of other keys, such as scales and windows
 OTHERWISE = "import the model in Hugging Face form instead"
+# Names of rules by which byte-level tokenizers split text, as llama.cpp knows them: transformers applies GPT-2's rule to
+# all that it does not know.
+LIKE_GPT2 = ("gpt-2", "jais", "mpt", "olmo", "phi-2")
+DIGITS_FIRST = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")  # then GPT-2's
 
 
 @contextmanager
@@ -132,9 +136,10 @@ def write_tokenizer(path, directory):
     import transformers
 
     try:
+        rule = splitting_rule(path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         tokenizer.save_pretrained(directory, save_jinja_files=False)
-        drop_foreign_tokens(directory)
+        correct_tokenizer(directory, digits_first=rule in DIGITS_FIRST)
         for name, content in Tokenizer(str(directory)).contents().items():
             (directory / name).write_bytes(content)
     except Exception as error:  # converters of transformers raise anything
@@ -142,10 +147,34 @@ def write_tokenizer(path, directory):
         print(f"no tokenizer can be read from {path} ({type(error).__name__}: {error}); {remedy}", flush=True)
 
 
-def drop_foreign_tokens(directory):
-    """Drop special tokens that are not in the file but that converters of transformers add after all pieces."""
+def splitting_rule(path):
+    """Return the name of the rule by which a byte-level tokenizer splits text, or None for another tokenizer. Raises
+    ValueError for a rule that transformers would replace by GPT-2's."""
+    import gguf
+
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as of_transformers
+    except ImportError:  # other versions know none, or do not say which
+        of_transformers = {}
+    fields = gguf.GGUFReader(path).fields
+    kind, rule = (fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind is None or kind.contents() != "gpt2":
+        return None
+    name = rule and rule.contents()
+    if name not in {*LIKE_GPT2, *DIGITS_FIRST, *of_transformers}:
+        raise ValueError(f"tokenizer.ggml.pre {name!r}: is no rule for splitting text that is known here")
+    return name
+
+
+def correct_tokenizer(directory, digits_first):
+    """Drop special tokens that are not in the file but that converters of transformers add after all pieces.
+
+    digits_first: whether each digit is split off before the rule of transformers applies."""
     path = directory / "tokenizer.json"
     values = read_json(path)
     size = read_json(directory / "config.json")["vocab_size"]
     values["added_tokens"] = [token for token in values["added_tokens"] if token["id"] < size]
+    if digits_first:
+        rules = [{"type": "Digits", "individual_digits": True}, values["pre_tokenizer"]]
+        values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": rules}
     path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
