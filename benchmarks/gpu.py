@@ -85,7 +85,8 @@ def main(options):
     if options.table:
         return print("\n".join([*tables(options.output), *met_and_missed(rows_of(options.output))]))
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(143))  # ends the part that runs, too
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, lambda *_: sys.exit(143))  # ends the part that runs, too
     deadline = time.monotonic() + 60 * options.minutes
     done = {row["part"] for row in rows_of(options.output) if row.get("code") == 0}
     for part, words in (REHEARSED if options.rehearse else PARTS).items():

@@ -41,16 +41,18 @@ def list_steps(directory):
     return sorted(steps, key=step_number, reverse=True)
 
 
-def refuse_dangling(directory):
-    """Raise ConfigError if a link step-N in ``directory``, newer than its steps, leads to what is not there."""
+def refuse_dangling(directory, newest=None):
+    """Raise ConfigError if a link step-N in ``directory`` leads to what is not there and is newer than the step
+    ``newest``, by default the newest there."""
     try:
         with os.scandir(directory) as entries:
             links = [Path(entry) for entry in entries if STEP_NAME.fullmatch(entry.name) and entry.is_symlink()]
     except OSError:
         return  # ``list_steps`` says so
-    newest = max((step for step in links if not step.exists()), key=step_number, default=None)
-    if newest and all(step_number(step) < step_number(newest) for step in list_steps(directory)):
-        raise ConfigError([f"{newest}: is a link to what is not there; mount its disk, or remove the link"])
+    link = max((step for step in links if not step.exists()), key=step_number, default=None)
+    newest = newest or next(iter(list_steps(directory)), None)
+    if link and (newest is None or step_number(newest) < step_number(link)):
+        raise ConfigError([f"{link}: is a link to what is not there; mount its disk, or remove the link"])
 
 
 def step_around(path):

@@ -283,15 +283,16 @@ def sound_step(directory, event_log, progress):
     there were checkpoints and none is intact, or if a file cannot be read.
     """
     damaged = {}
-    on_rank_zero(lambda: refuse_dangling(directory))
     for step in on_rank_zero(lambda: list_steps(directory)):
         problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
         if not problems:
+            on_rank_zero(lambda step=step: refuse_dangling(directory, step))
             on_rank_zero(lambda step=step: settle(step, damaged, event_log))
             return step
         damaged[step] = problems
         for problem in problems:
             log_rank0(f"DAMAGED CHECKPOINT: {problem}")
+    on_rank_zero(lambda: refuse_dangling(directory))
     if damaged:
         advice = "no checkpoint of this run is intact: restore one, or choose a new --checkpoint-dir"
         raise ConfigError([*chain(*damaged.values()), advice])

@@ -175,6 +175,7 @@ def slow_files(seed):
 def save_again(directory):
     """Save into ``directory`` what a resume has loaded, before the first step."""
     adopt = engine.Engine.adopt
+    directory.mkdir(exist_ok=True)
 
     def adopt_and_save(an_engine, *arguments):
         adopt(an_engine, *arguments)

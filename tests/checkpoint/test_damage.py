@@ -138,6 +138,11 @@ def test_a_newest_step_on_a_disk_that_is_not_mounted_is_named(copy, data_dir):
     with pytest.raises(AssertionError, match="step-9: is a link to what is not there; mount its disk, or remove"):
         run_ranks(run, 1, arguments(data_dir, copy))
     assert (steps / "latest").read_text() == "step-6\n"
+    shutil.copytree(steps / "step-6", steps / "step-10")  # which is damaged: it holds step 6
+    with pytest.raises(AssertionError, match="step-9: is a link to what is not there; mount its disk, or remove"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+    assert (steps / "step-10").is_dir()
+    shutil.rmtree(steps / "step-10")
     (steps / "step-9").unlink()
     run_ranks(run, 1, arguments(data_dir, copy))
     assert [event["step"] for event in events(copy, "resumed")] == [6]

@@ -1,5 +1,8 @@
 """launch/slurm.sbatch with stand-ins for Slurm's commands: what the ranks are told, and which ends queue again."""
 
+import re
+import shutil
+
 import pytest
 
 from tests.launch.running import call_of_rank, execute
@@ -69,6 +72,17 @@ def test_a_job_finds_the_run_directory_of_a_file(submit, trainer, given, line):
     (trainer / "llm.yaml").write_text(f"# checkpoint_dir: no\n{line}\n")
     assert submit(69, flags=["--checkpoint-dir", "another", *given.split(), "--exit-code"])
     assert (trainer / "a run" / "restarts-123").exists()
+
+
+@pytest.mark.parametrize(
+    "line, found", [("checkpoint_dir: a run # ", "a run"), ('checkpoint_dir: "runs/b"', "runs/b"), ("x: 1", "of script")]
+)
+def test_a_host_without_python_finds_it_too(tmp_path, line, found):
+    function = re.search(r"^of_file\(\).*?^}", (ROOT / "launch/slurm.sbatch").read_text(), re.MULTILINE | re.DOTALL)[0]
+    (tmp_path / "sed").symlink_to(shutil.which("sed"))
+    (tmp_path / "llm.yaml").write_text(f"# checkpoint_dir: no\n{line}\n")
+    command = [shutil.which("bash"), "-c", f"run='of script'\n{function}\nof_file llm.yaml"]
+    assert execute(command, tmp_path, PATH=str(tmp_path))[:2] == (0, f"{found}\n")
 
 
 @pytest.mark.parametrize("code", [1, 137])
