@@ -12,9 +12,9 @@ import pkgutil
 import sys
 
 from moh_lm.cli.output import open_closed_streams
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.flags import changes, make_parser, parse_flags
-from moh_lm.supervise.errors import environment_problems, on_several_machines, report_errors
+from moh_lm.supervise.errors import launch_problems, number_problems, on_several_machines, report_errors
 
 
 def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
@@ -25,11 +25,12 @@ def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
     """
     open_closed_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
-    if problems := environment_problems():
+    if problems := number_problems():  # so it is unknown which rank this is
         print("\n".join(f"{config_type.program}: {problem}" for problem in problems), file=sys.stderr)
         refuse_start()
         sys.exit(2)
     try:
+        raise_any(launch_problems())
         given = parse_flags(make_parser(config_type), arguments, config_type)
         given.changes = functools.partial(changes, arguments, config_type)
         program = importlib.import_module("moh_lm.run.program")

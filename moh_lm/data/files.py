@@ -101,6 +101,7 @@ def make_own(path: Path):
         temporary = temporary_name(path)
         try:
             shutil.copy(path, temporary)  # with its permissions
+            flush(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

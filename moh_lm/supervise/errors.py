@@ -18,8 +18,8 @@ OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"
 OF_OTHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # read where it is not set
 
 
-def environment_problems():
-    """Sentences for variables with which no run can start: those of launchers must be numbers in range."""
+def number_problems():
+    """Return sentences for variables of launchers that are not numbers in range."""
     names = OF_RANKS if "RANK" in os.environ else OF_OTHERS
     found = {name: os.environ[name] for name in names if name in os.environ}
     remedy = "unset it, or start the ranks with torchrun or deepspeed"
@@ -27,17 +27,18 @@ def environment_problems():
     odd = [name for name, text in found.items() if not re.fullmatch(r"\d+", text) or int(text) > most.get(name, 2**31)]
     if not odd and {"RANK", "WORLD_SIZE"} <= found.keys() and int(found["RANK"]) >= int(found["WORLD_SIZE"]):
         return [f"RANK is {found['RANK']} in the environment: must be below WORLD_SIZE {found['WORLD_SIZE']}; {remedy}"]
-    wrong = [f"{name} is {found[name]!r} in the environment: must be a whole number in range; {remedy}" for name in odd]
-    return wrong or restart_problems() + import_problems()
+    return [f"{name} is {found[name]!r} in the environment: must be a whole number in range; {remedy}" for name in odd]
 
 
-def restart_problems():
-    """Sentences if torchrun would restart the ranks of several nodes, whose agents count their restarts apart."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts == "0" or not on_several_machines():
-        return []
-    remedy = "leave it out, and repeat the command to resume, as launch/slurm.sbatch does"
-    return [f"--max-restarts {restarts}: after a restart the ranks of several nodes would not meet again; {remedy}"]
+def launch_problems():
+    """Return sentences for other variables with which no run can start, and for restarts by torchrun on several nodes,
+    whose agents count them apart."""
+    restarts, found = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), import_problems()
+    if restarts != "0" and on_several_machines():
+        apart = "after a restart the ranks of several nodes would not meet again"
+        remedy = "leave it out, and repeat the command to resume, as launch/slurm.sbatch does"
+        found.append(f"--max-restarts {restarts}: {apart}; {remedy}")
+    return found
 
 
 def on_several_machines():

@@ -128,6 +128,16 @@ def test_what_a_launcher_did_not_write_is_named(found, said, monkeypatch, capsys
     assert line.startswith(f"moh_lm.pretrain: {said}")
 
 
+def test_a_wrong_variable_is_named_once_per_node(monkeypatch, capsys):
+    variables = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "DS_ACCELERATOR": "xyz"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "refuse", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main(["--dry-run"])
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("flags, more", [("--bogus", {}), ("--dry-run", {"DS_ACCELERATOR": "xyz"})])
 def test_a_rank_that_cannot_begin_tells_the_others(flags, more, monkeypatch, capsys):
     """They wait on other machines, and would call the network broken."""
