@@ -148,6 +148,24 @@ def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
     assert rows[2][3].startswith("2 steps up to step 951; the last: ")
 
 
+def test_a_setting_that_a_killed_start_tried_is_not_shown_as_the_runs(runs, tmp_path):
+    """Of three starts from step 900 the first and the last change the rate; a fourth goes on from step 950."""
+    shutil.copytree(runs.first, tmp_path / "run")
+    tried, kept = {"learning_rate": [1e-3, 0.5]}, {"learning_rate": [1e-3, 2e-3]}
+    starts = [(900, tried), (900, None), (900, kept), (950, {"weight_decay": [0.1, 0.2]})]
+    facts = {"device": "cpu", "ranks": 1, "versions": {}}
+    with open(tmp_path / "run" / "events.jsonl", "a") as file:
+        for step, changes in starts:
+            change = [("training changed", {"changes": changes})] * bool(changes)
+            for event, more in (*change, ("resumed", {}), ("started", facts)):
+                file.write(json.dumps({"time": "t", "event": event, "step": step, **more}) + "\n")
+    record = RunRecord(tmp_path / "run")
+    for found in (record.standing_events(), record.told_events()):
+        changed = [event["changes"] for event in found if event["event"] == "training changed"]
+        assert changed[-2:] == [kept, starts[-1][1]] and tried not in changed
+    assert [event["event"] for event in record.told_events()].count("resumed") >= 4
+
+
 def test_damage_that_a_resume_found_is_marked(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     with open(tmp_path / "run" / "events.jsonl", "a") as file:

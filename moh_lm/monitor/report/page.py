@@ -50,7 +50,7 @@ def write_page(directories, output, config_type=Config, with_png=False, replaces
         differences=tables.differences(runs),
         samples=tables.sample_rows(dict(zip(names_of(runs), runs, strict=True))),
         traces=[(os.path.relpath(path, Path(output).parent), path.name) for run in runs for path in run.traces],
-        events=tables.event_rows([event for event in runs[0].events if event["event"] not in QUIET]),
+        events=tables.event_rows([event for event in runs[0].told_events() if event["event"] not in QUIET]),
         left_out=[f"{run.directory / name}: {count}" for run in runs for name, count in run.left_out.items()],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
     )

@@ -20,6 +20,7 @@ ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, Recu
 UNREAD = ("source_load", "source_gate_rms")  # figures of a row's heads that no picture shows
 ENDS = ("complete", "stopped", "failed", "unsaved")
 STARTS = ("resumed", "started")  # events after which later steps of earlier starts no longer count
+CHANGES = ("data changed", "routing changed", "loss changed", "training changed")  # recorded before "resumed"
 HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load (1: all heads are used alike)",
     "unused": "Share of unused heads",
@@ -120,14 +121,23 @@ class RunRecord:
         return row["tokens"] - self.config.tokens_after(row["step"]) + self.config.tokens_after(first["step"])
 
     def standing_events(self):
-        """Return the events, without those of steps that a later start undid; damage is why one did."""
-        standing, first = [], math.inf
+        """Return the events, without those of steps that a later start undid; damage is why one did. A change of
+        settings is undone by a later start from the same step, too."""
+        standing, first, later, begun = [], math.inf, math.inf, False
         for event in reversed(self.events):
-            if event["step"] <= first or event["event"] == "damaged":
+            name, step = event["event"], event["step"]
+            if step < later if name in CHANGES else step <= first or name == "damaged":
                 standing.append(event)
-            if event["event"] in STARTS:
-                first = min(first, event["step"])
+            if name in STARTS:
+                if not (begun and name == "resumed"):  # a start records "resumed", then "started"
+                    later = first
+                first, begun = min(first, step), name == "started"
         return standing[::-1]
+
+    def told_events(self):
+        """Return the events, without changes of settings that a later start undid."""
+        standing = {id(event) for event in self.standing_events()}
+        return [event for event in self.events if event["event"] not in CHANGES or id(event) in standing]
 
     def command(self):
         """Return the flags that differ from the defaults, as one would type them."""
