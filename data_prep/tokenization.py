@@ -79,30 +79,33 @@ def fill(
     data_directory.note_shards(output, sources, {*noted, *replaced})
     make_shards(units, finished, failures, flags, options)
     absent = classify(units, finished, failures, flags)
-    nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
     kept = [path for path in replaced if path.parent.name in incomplete]
     doubled = data_directory.doubled_shards(kept, finished)
     replaced = [path for path in replaced if path.parent.name not in incomplete]
-    for path in replaced + nothing:
-        path.unlink()  # the sidecar; the sweep removes files without one
+    nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     unsettled = data_directory.not_planned(noted, units) | {path for path in noted if path.parent.name in incomplete}
-    data_directory.note_shards(output, sources, {*doubled, *unsettled})
-    sweep(output, sources, failed=[unit for unit in units if unit not in finished])
+    data_directory.note_shards(output, sources, {*doubled, *unsettled, *replaced})
     try:
         if doubled:
             raise ShardError(
                 f"{doubled[0]} has text that new shards also have, and stays until all files of its source can be "
-                f"read: {output / 'manifest.json'} is left as it was; fix the files that failed, or leave them out"
+                f"read: {output / 'manifest.json'} is left as it was, with its shards; fix the files that failed, or "
+                "leave them out"
             )
         with told("writing the manifest"):
-            manifest = write_manifest(output)
-        print_others(manifest, [name for name in sources if name not in incomplete], units)
+            manifest = write_manifest(output, leaving=[*replaced, *nothing])
     except ShardError as error:
         failures[""].append(str(error))
+    else:
+        for path in replaced + nothing:
+            path.unlink()  # the sidecar; the sweep removes files without one
+        data_directory.note_shards(output, sources, [])
+        print_others(manifest, [name for name in sources if name not in incomplete], units)
+        if replaced:
+            print(f"replaced {len(replaced)} shards that an earlier run made from the same inputs")
+    sweep(output, sources, failed=[unit for unit in units if unit not in finished])
 
-    if replaced:
-        print(f"replaced {len(replaced)} shards that an earlier run made from the same inputs")
     for name in absent:
         print(f"{name}: none of the documents in these files belongs to it")
     print_summary([name for name in sources if name not in absent], finished, left_out)

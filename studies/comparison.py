@@ -182,7 +182,7 @@ class Comparison:
         """{factor: {seed: final loss}} of the runs that have ended; inf for those that diverged."""
         size = self.table.sizes[0]
         folder, steps, found = self.flags.out / "runs" / size.name / variant.name, self.iterations(size, variant), {}
-        for path in folder.glob("rate-*-seed-*/"):
+        for path in folder.glob("rate-*-seed-*"):
             losses, named = final_evaluation(path, steps), factor_and_seed(path)
             if named and has_diverged(path):
                 found.setdefault(named[0], {})[named[1]] = math.inf
@@ -219,7 +219,7 @@ class Comparison:
         any rate: tuning may still add it."""
         for size, variant in itertools.product(self.trained, self.table.variants):
             folder = self.flags.out / "runs" / size.name / variant.name
-            paths = folder.glob("rate-*" if variant in self.variants else "rate-*/")
+            paths = [path for path in folder.glob("rate-*") if variant in self.variants or path.is_dir()]
             for path in sorted({path.with_name(path.name.removesuffix(".log")) for path in paths}):
                 if named := factor_and_seed(path):
                     yield Trial(size, variant, *named)

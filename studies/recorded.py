@@ -27,7 +27,7 @@ def recorded(out, table):
     """The content of runs.jsonl: a line for each run of ``table`` below ``out`` that is complete or has diverged."""
     lines = []
     for size, variant in product(table.sizes, table.variants):
-        for directory in sorted((out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
+        for directory in sorted((out / "runs" / size.name / variant.name).glob("rate-*-seed-*")):
             if factor_and_seed(directory) and has_ended(directory):
                 try:
                     lines.append(json.dumps(row_of(directory, out)) + "\n")

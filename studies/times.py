@@ -61,7 +61,13 @@ def short_run(plan, size, variant, number):
 def numbers_of_rounds(plan, size):
     """The numbers of the rounds that were begun at a size on this machine, in order."""
     place = short_run(plan, size, plan.table.variants[0], 1).directory.parents[1]
-    return sorted({int(path.name.removeprefix("round-")) for path in place.glob("*/round-*") if path.is_dir()})
+    return sorted({number for path in place.glob("*/round-*") if (number := number_of(path))})
+
+
+def number_of(path):
+    """The number of the directory of a round, or None for any other file or directory."""
+    found = re.fullmatch(r"round-([1-9][0-9]{0,8})", path.name)
+    return int(found[1]) if found and path.is_dir() else None
 
 
 def dense_seconds(plan, size):
@@ -71,16 +77,17 @@ def dense_seconds(plan, size):
 
 
 def seconds(directory):
-    """Seconds per token of a short run, the median over its intervals; None if it has not ended."""
+    """Seconds per token of a short run, the median over intervals that have a speed; None if it has not ended."""
     rows = [row for row in metrics(directory) if "tokens_per_second" in row]
     ended = rows and rows[-1]["step"] == STEPS
-    return median(1 / row["tokens_per_second"] for row in rows[WARM:]) if ended else None
+    speeds = [speed for row in rows[WARM:] if type(speed := row["tokens_per_second"]) in (int, float) and speed > 0]
+    return median(1 / speed for speed in speeds) if ended and speeds else None
 
 
 def read_times(out, size, reference):
     """Return {machine: {variant: [its seconds over those of the ``reference`` in the same round, by round]}}."""
     found = {}
-    for path in sorted(out.glob(f"times/*/{size}/*/round-*/")):
+    for path in sorted(filter(number_of, out.glob(f"times/*/{size}/*/round-*"))):
         own, dense = seconds(path), seconds(path.parents[1] / reference / path.name)
         if own and dense:
             found.setdefault(path.parents[2].name, {}).setdefault(path.parent.name, []).append(own / dense)

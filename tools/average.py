@@ -34,7 +34,7 @@ def add_flags(parser):
 
 def run(arguments):
     from tools.checkpoints.mean import write_mean
-    from tools.checkpoints.read import Step
+    from tools.checkpoints.read import Step, misnamed
 
     numbers, output = sorted(set(arguments.steps)), arguments.output
     problems = [f"--output {output}: has checkpoints already; give another directory"]
@@ -45,6 +45,8 @@ def run(arguments):
         for number, step in zip(numbers, steps, strict=True)
         if (step.shapes, step.reader.averaged) != (steps[-1].shapes, steps[-1].reader.averaged)
     ])
+    problems = [problem for step in steps for problem in misnamed(step.path, step.state)]
+    raise_any([f"{problem}; rename its directory" for problem in problems])
     print(f"wrote the mean of steps {', '.join(map(str, numbers))} as {write_mean(steps, output)}")
 
 

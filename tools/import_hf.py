@@ -41,7 +41,7 @@ def main(texts):
 
 def add_flags(parser):
     add = parser.add_argument
-    add("--model", required=True, type=model_path, metavar="HF_DIR", help="a Llama (or its GGUF file), a Mistral, an "
+    add("--model", required=True, metavar="HF_DIR", help="a Llama (or its GGUF file), a Mistral, an "
         "export of ours; or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
@@ -67,12 +67,6 @@ def add_flags(parser):
     add("--dry-run", action="store_true", help="print what would be read and written, and exit")
 
 
-def model_path(text):
-    """Return the path in ``text``, absolute if it is written as a directory, so that it is not a name on the hub."""
-    is_directory = text.startswith(".") or (text.endswith("/") and not text.startswith("hf://"))
-    return Path(text).absolute() if is_directory and not Path(text).exists() else Path(text)
-
-
 def run(arguments):
     """Run the whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
     from tools.hf.convert.gguf_source import hugging_face_form
@@ -80,8 +74,8 @@ def run(arguments):
     from tools.hf.convert.import_step import output_problems
 
     raise_any(output_problems(arguments.output))
-    named = arguments.model.name.strip(".")  # . and .. are not names
-    name = str(arguments.model if named else arguments.model.resolve())
+    path = Path(arguments.model)
+    name = arguments.model if path.name.strip(".") else str(path.resolve())  # . and .. are not names
     given = model_directory(arguments.model)
     with hugging_face_form(given, arguments.output) as arguments.model:
         import_model(arguments, name, given)

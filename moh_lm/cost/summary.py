@@ -42,8 +42,9 @@ def describe_configuration(config):
     """Return every resolved field, under the title of its section."""
     lines = []
     for section, pairs in groupby(walk(config), key=lambda pair: pair[0]):
-        values = {entry: getattr(section, entry.name) for _, entry in pairs}  # not one per layer if there is a metavar
-        values = {entry: list(value) if "metavar" in entry.metadata else value for entry, value in values.items()}
+        values = {entry: getattr(section, entry.name) for _, entry in pairs}
+        listed = [entry for entry, value in values.items() if "metavar" in entry.metadata and isinstance(value, tuple)]
+        values |= {entry: list(values[entry]) for entry in listed}  # not one per layer
         settings = ", ".join(f"{entry.name}\0{words(value)}" for entry, value in values.items())
         lines += ["", type(section).__doc__, wrapped(f"  {settings}", 2).replace("\0", " ")]
     return lines

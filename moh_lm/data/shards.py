@@ -117,8 +117,9 @@ class ShardWriter:
         return sidecar
 
 
-def write_manifest(data_dir: str | Path) -> dict:
-    """Make DATA_DIR/manifest.json from the shards found below ``data_dir``; returns it.
+def write_manifest(data_dir: str | Path, leaving: Sequence[Path] = ()) -> dict:
+    """Make DATA_DIR/manifest.json from the shards found below ``data_dir``; returns it. leaving: sidecars of shards
+    that it does not name, because the caller removes them afterwards.
 
     {"version", "tokenizer": {"sha256", "vocab_size", "eos_id"}, "cut_fractions": [...],
      "sources": {NAME: {"tokens", "documents", "units": {UNIT: result of ``unit_entry``}}}}
@@ -127,14 +128,14 @@ def write_manifest(data_dir: str | Path) -> dict:
     if a command that was to replace shards has not removed them.
     """
     for note in sorted(Path(data_dir).glob(f"[!.]*/{REPLACING}")):
-        name, noted = note.parent.name, note.read_text().splitlines()
-        there = [shard for shard in noted if (note.parent / shard).exists()]
+        noted = [note.parent / line for line in note.read_text().splitlines()]
+        there = [shard for shard in noted if shard.exists() and shard not in leaving]
         if there:
             what = "may have text that newer shards also have"
-            remedy = f"run data_prep/tokenize.py for {name} again, or delete it"
-            raise ShardError(f"{note.parent / there[0]}: {what}; {remedy}")
+            remedy = f"run data_prep/tokenize.py for {note.parent.name} again, or delete it"
+            raise ShardError(f"{there[0]}: {what}; {remedy}")
     sources, inputs, tokenizers = {}, [], {}
-    for path in sorted(Path(data_dir).glob("[!.]*/*.json")):
+    for path in sorted({*Path(data_dir).glob("[!.]*/*.json")} - {*leaving}):
         shard = open_shard(path.with_suffix(""))
         sidecar = shard.sidecar
         source = sources.setdefault(path.parent.name, {"tokens": 0, "documents": 0, "units": {}})

@@ -7,7 +7,6 @@ whose id is in wandb.json. It ignores steps that it already has, for which a res
 """
 
 import importlib
-import json
 import secrets
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
+from moh_lm.data.files import write_json
 from moh_lm.parsing import read_json
 
 
@@ -39,7 +39,7 @@ class Writers:
     def start_wandb(self, directory, first_step, project, settings):
         path = directory / "wandb.json"
         if first_step == 0 or not path.exists():
-            path.write_text(json.dumps({"id": secrets.token_hex(4)}) + "\n", encoding="utf-8")
+            write_json(path, {"id": secrets.token_hex(4)})
         run_id = read_json(path)["id"]
         wandb = importlib.import_module("wandb")  # an extra, which others need not install
         self.wandb = wandb.init(

@@ -43,7 +43,7 @@ SPEED = (  # fields that change how many tokens a device computes in a second
     "train_only", "optimizer", "workers",
 )  # fmt: skip
 # Of a killed start.
-LEFTOVER = re.compile(r"\.seen-\d+|((config|events|metrics|samples)\.jsonl?|latest|report\.html)\.tmp-\d+")
+LEFTOVER = re.compile(r"\.seen-\d+|((config|events|metrics|samples|wandb)\.jsonl?|latest|report\.html)\.tmp-\d+")
 SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
 SCALED = (  # how a language model whose gates are far from 1 loses its routers
     "tools/export_hf.py, then tools/import_hf.py --head-selection all --allow-routing-change scale the projections by "

@@ -102,6 +102,14 @@ def test_texts_are_quoted_as_a_shell_wants_them():
     assert f"sample_prompts {quoted.partition(' ')[2]}, sample_tokens 40" in page
 
 
+def test_settings_that_are_texts_stand_as_they_were_given():
+    texts = {"batch_warmup": "256:2000", "seq_length_warmup": "8:2", "wandb": "heads", "profile": "3:5"}
+    texts["after_save"] = "cp -r {path} disk"
+    given = [word for name, text in texts.items() for word in (f"--{name.replace('_', '-')}", text)]
+    page = " ".join(" ".join(describe_configuration(parse_config([*SCRIPT.split(), *given])[0])).split())
+    assert [f"{name} {text}" for name, text in texts.items() if f" {name} {text}" not in page] == []
+
+
 def test_the_time_and_its_cost_follow_from_flops_peak_and_price(dry_run):
     code, page = dry_run("--train-iters", "300000", "--peak-tflops", "1e-4", "--gpu-hour-price", "2.5")
     flops = flops_per_token(parse_config(SCRIPT.split())[0].model, 16)["dense"]

@@ -34,6 +34,7 @@ from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.record import keep_rows
 from moh_lm.monitor.writers import Writers
 from moh_lm.run.loop import Run
+from moh_lm.run.resume import tidy
 from moh_lm.units import rounded
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, ROUNDING, SHORT, cells, events_of, read_rows
@@ -287,6 +288,22 @@ def test_wandb_gets_the_figures_of_tensorboard(data_dir, tmp_path):
         if kind == "log":
             logged |= {(tag, more["step"]): value for tag, value in arguments_[0].items()}
     assert logged == pytest.approx(shown, rel=1e-6, nan_ok=True)
+
+
+def test_a_copy_of_a_run_by_hard_links_leaves_the_original_its_id(tmp_path, monkeypatch):
+    module = SimpleNamespace(init=lambda **settings: SimpleNamespace(finish=lambda **_: None))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for name in ("original", "copy"):
+        (tmp_path / name).mkdir()
+    original, copy = (tmp_path / name / "wandb.json" for name in ("original", "copy"))
+    Writers(tmp_path / "original", 0, "heads").close()
+    kept = original.read_text()
+    os.link(original, copy)
+    Writers(tmp_path / "copy", 0, "heads").close()
+    assert original.read_text() == kept and json.loads(copy.read_text())["id"] != json.loads(kept)["id"]
+    (tmp_path / "copy" / "wandb.json.tmp-7").touch()  # of a start that was killed
+    tidy(tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["tensorboard", "wandb.json"]
 
 
 def test_wandb_that_is_not_installed_is_said_before_the_start(monkeypatch, data_dir, tmp_path):

@@ -16,6 +16,7 @@ from moh_lm.flags import parse_config
 from studies import atlas as command
 from studies import comparison, runs, times, tuning
 from studies.atlas_forms import SIZES, VARIANTS
+from studies.recorded import recorded
 from tests.studies.written_runs import begin
 
 START = {"a": 4.0}
@@ -190,6 +191,23 @@ def test_a_variant_is_timed_in_turns_with_the_dense_model(tmp_path, monkeypatch)
     assert {name: len(of) for of in times.read_times(tmp_path, "s", "dense").values() for name, of in of.items()} == {
         "dense": 4, "gated-50": 3
     }  # fmt: skip
+
+
+def test_odd_rounds_and_rows_end_no_table_of_times(tmp_path):
+    plan = make(tmp_path, "--sizes", "s")
+    place = times.short_run(plan, plan.sizes[0], VARIANTS[0], 1).directory
+    odd = [0, None, "fast", True, math.nan]
+    rows = rows_of_steps(500)
+    for row, speed in zip(rows[4:], odd, strict=False):  # one interval is left
+        row["tokens_per_second"] = speed
+    write_rows(place.parents[1] / "gated-50/round-1", *rows)
+    write_rows(place.parents[1] / "static-50/round-1", *rows[:-1], rows[-1] | {"tokens_per_second": 0})
+    for name in ("round-1 (copy)", "round-", "round-x", "round-0"):
+        write_rows(place.with_name(name), *rows_of_steps(7))
+    place.with_name("round-9").write_text("a file")
+    (found,) = times.read_times(tmp_path, "s", "dense").values()
+    assert found == {"dense": [1.0], "gated-50": [2.0]}
+    assert times.numbers_of_rounds(plan, plan.sizes[0]) == [1]
 
 
 def test_flags_that_the_tuned_size_does_not_allow_are_refused(tmp_path):
@@ -375,6 +393,21 @@ def test_odd_folders_end_no_plan(tmp_path):
         write_rows(tmp_path / "runs/s/dense" / name, {"step": steps, "evaluation": {"a": 3.0}})
     assert plan.tuning_losses(VARIANTS[0]) == {2: {0: 3.0}}
     assert [trial.factor for trial in plan.there()] == [2]
+
+
+@pytest.mark.parametrize("as_python_3_10", [False, True])
+def test_files_named_like_directories_of_runs_are_none(as_python_3_10, tmp_path, monkeypatch):
+    if as_python_3_10:  # where a pattern with a slash at its end finds files too
+        found = Path.glob
+        monkeypatch.setattr(Path, "glob", lambda path, pattern: found(path, pattern.rstrip("/")))
+    plan = make(tmp_path, "--variants", "gated-50", "--rates", "0.5", "1")
+    (tmp_path / "runs/s/dense").mkdir(parents=True)
+    for name in ("rate-2-seed-0", "rate-4-seed-0.log"):
+        (tmp_path / "runs/s/dense" / name).write_text("notes")
+    place = times.short_run(plan, plan.sizes[0], VARIANTS[0], 1).directory
+    place.with_name("round-2").write_text("notes")
+    assert [*plan.there()] == [] and plan.tuning_losses(VARIANTS[0]) == {} and recorded(tmp_path, plan.table) == b""
+    assert [*times.read_times(tmp_path, "s", "dense").values()] == [{"dense": [1.0]}]
 
 
 def test_a_schedule_is_held_against_the_runs_of_the_plan(tmp_path):

@@ -1,6 +1,7 @@
 """tools/average.py: means of checkpoints of several layouts against NumPy, and what reads the result."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -45,6 +46,14 @@ def test_the_masters_are_the_exact_mean_of_layouts(source, averaged):
         assert np.array_equal(made.read("master", name).numpy(), expected.astype(np.float32))
         for moment in ("exp_avg", "exp_avg_sq"):
             assert np.array_equal(made.read(moment, name), last.read(moment, name))
+
+
+def test_a_step_under_the_name_of_another_is_in_no_mean(source, tmp_path, capsys):
+    shutil.copytree(source, tmp_path / "run")
+    step_of(tmp_path / "run", 9).symlink_to(step_of(source, 4))
+    code = average.main([str(tmp_path / "run"), "--steps", "2", "9", "--output", str(tmp_path / "mean")])
+    assert code == 2 and "step-9/state.json: belongs to step 4; rename" in capsys.readouterr().err
+    assert not (tmp_path / "mean").exists()
 
 
 def test_every_tool_reads_the_mean(averaged, tool, tmp_path):

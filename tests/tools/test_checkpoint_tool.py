@@ -386,6 +386,21 @@ def test_diff_finds_the_one_bit_that_differs(checkpoint, copied):
     assert changed == [(NAME, "exp_avg")]
 
 
+def test_diff_calls_a_change_of_what_was_all_zero_so(checkpoint, copied):
+    for number, value in ((2, 0.0), (3, 0.5)):
+
+        def change(tensors, fragments, value=value):
+            tensors[f"master/{NAME}"][:] = value
+
+        for path in step_of(copied, number).glob("rank-*"):
+            if f"master/{NAME}" in load_file(path):
+                forge(step_of(copied, number), path.name, change)
+    text = checkpoint("diff", step_of(copied, 2), copied, "--top", "1")[1]
+    assert f"{NAME:<56}0.5 (from zero) " in text and "not finite" not in text
+    back = checkpoint("diff", copied, step_of(copied, 2), "--top", "0")[1]
+    assert f"{NAME:<56}0.5 (1) " in back and "zero" not in back
+
+
 def test_diff_names_state_that_only_some_runs_have(checkpoint, copied):
     other = copied / "other" / "step-3"
     shutil.copytree(step_of(copied, 3), other)
@@ -401,6 +416,26 @@ def test_a_link_to_a_step_is_copied_under_its_own_name(checkpoint, copied, tmp_p
     step_of(copied, 3).symlink_to(tmp_path / "llmb-final")
     assert checkpoint("copy", step_of(copied, 3), tmp_path / "place")[0] == 0
     assert verify(tmp_path / "place" / "step-3") == []
+
+
+def test_no_copy_has_a_name_under_which_a_run_would_set_it_aside(checkpoint, copied, tmp_path):
+    (tmp_path / "links").mkdir()
+    for name in ("step-7", "best"):
+        (tmp_path / "links" / name).symlink_to(step_of(copied, 3))
+    code, _, problem = checkpoint("copy", tmp_path / "links" / "step-7", tmp_path / "place")
+    assert code == 2 and "step-7/state.json: belongs to step 3; rename step-7" in problem
+    code, text, _ = checkpoint("verify", tmp_path / "links" / "step-7")
+    assert code == 1 and "step-7/state.json: belongs to step 3" in text
+    assert checkpoint("copy", tmp_path / "links" / "best", tmp_path / "place")[0] == 0
+    assert [path.name for path in (tmp_path / "place").iterdir()] == ["step-3"]
+
+
+@pytest.mark.parametrize("command", ["verify", "show", "diff", "copy", "consolidate"])
+def test_a_newest_step_on_a_disk_that_is_not_mounted_is_not_passed_over(checkpoint, copied, tmp_path, command):
+    step_of(copied, 9).symlink_to(tmp_path / "unmounted" / "step-9")
+    more = {"diff": [step_of(copied, 2)], "copy": [tmp_path / "place"], "consolidate": [tmp_path / "a.safetensors"]}
+    code, text, problem = checkpoint(command, copied, *more.get(command, []))
+    assert code == 2 and "step-9: is a link to what is not there; mount its disk" in problem and text == ""
 
 
 def test_a_step_that_the_run_removes_meanwhile_is_not_damaged(checkpoint, copied, monkeypatch):

@@ -134,5 +134,7 @@ def describe_difference(content, top):
 def describe_change(found):
     if found["equal"]:
         return "equal to the bit"
-    shown = ("not finite" if found[key] is None else f"{found[key]:.3g}" for key in ("absolute", "relative"))
-    return "{} ({})".format(*shown)
+    if found["absolute"] is None:
+        return "not finite"
+    relative = "from zero" if found["relative"] is None else f"{found['relative']:.3g}"
+    return f"{found['absolute']:.3g} ({relative})"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from moh_lm.build import build_model
-from moh_lm.checkpoint.directory import STEP_NAME, list_steps
+from moh_lm.checkpoint.directory import STEP_NAME, list_steps, refuse_dangling
 from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS, FragmentReader, shard_shape
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from moh_lm.config import Config, ConfigError, raise_any
@@ -79,9 +79,10 @@ class Step:
 def locate(path):
     """The step directory ``path``, or the steps of the run directory ``path``, newest first.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is none, or if a newer one is a link to what is not there.
     """
     if (path / "checkpoints").is_dir():
+        refuse_dangling(path / "checkpoints")
         steps = list_steps(path / "checkpoints")
     else:
         is_step = ANY_STEP.fullmatch(path.name) or (path / "manifest.json").exists()
@@ -126,9 +127,7 @@ def find_damage(step):
 def find_gaps(step):
     """Return sentences if undamaged files are not a complete model, in which each element exists once, is finite, and
     belongs to the step."""
-    number = STEP_NAME.fullmatch(step.path.resolve().name)
-    if number and int(number[1]) != step.state["step"]:
-        yield f"{step.path / 'state.json'}: belongs to step {step.state['step']}"
+    yield from misnamed(step.path, step.state)
     yield from (f"{step.path / 'state.json'}: {problem}" for problem in state_problems(step.state, step.config.model))
     for name in sorted(step.reader.shapes.keys() - step.shapes.keys()):
         yield f"{step.path}: {name} is not a parameter of the model"
@@ -145,6 +144,14 @@ def find_gaps(step):
                     yield from error.problems
             if gap:
                 yield f"{step.path}: {name}: {gap}"
+
+
+def misnamed(path, state):
+    """Return a list of one sentence if no run resumes from the directory or link ``path`` with this ``state``, because
+    it is named after another step; else []."""
+    name = path.absolute().name
+    is_other = STEP_NAME.fullmatch(name) and name != f"step-{state['step']}"
+    return [f"{path / 'state.json'}: belongs to step {state['step']}"] if is_other else []
 
 
 def uncovered(shape, found_shape, shards):
@@ -207,7 +214,8 @@ def norms(step):
 def changes(first, second):
     """Return [{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of common parameters, most changed first.
 
-    equal: bitwise. absolute: the largest |b - a|. relative: absolute over the largest |a|. None: not finite.
+    equal: bitwise. absolute: the largest |b - a|. relative: absolute over the largest |a|. None: not finite, or
+    relative to zero.
     """
     rows = []
     with progress("comparing", first.bytes()) as bar:

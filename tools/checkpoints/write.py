@@ -15,8 +15,9 @@ from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
 from moh_lm.model.router import stored_dtype
+from moh_lm.run.state import read_state
 from moh_lm.supervise.run_directory import lock_run_directory
-from tools.checkpoints.read import Step, find_damage, locate, progress
+from tools.checkpoints.read import Step, find_damage, locate, misnamed, progress
 
 HEADER_BYTES = 1 << 20  # generous space for everything besides the tensors
 
@@ -31,9 +32,11 @@ def copy(path, destination):
         entries = read_entries(source)
     except ValueError as error:
         raise ConfigError([f"{error}; restore it, or give another checkpoint"]) from error
-    name = source.name if STEP_NAME.fullmatch(source.name) else source.resolve().name
+    named = source if STEP_NAME.fullmatch(source.name) else source.resolve()
+    name = named.name
     if not STEP_NAME.fullmatch(name):
         raise ConfigError([f"{source}: is set aside or half removed; rename it step-N if it is sound"])
+    raise_any([f"{problem}; rename {name}, or give that step" for problem in misnamed(named, read_state(source))])
     if STEP_NAME.fullmatch(destination.name):
         raise ConfigError([f"{destination}: give the directory in which to put {name}"])
     run = destination.parent if destination.name == "checkpoints" else destination

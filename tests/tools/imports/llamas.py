@@ -64,6 +64,6 @@ def rewrite(source, target, absent=(), **changes):
     (target / "config.json").write_text(json.dumps(values))
 
 
-def small_model(path, lines, vocab_size):
+def small_model(path, lines, vocab_size, **kind):
     """As LLaMA's."""
-    return sentencepiece_model(Path(f"{path}.model"), lines, vocab_size, remove_extra_whitespaces=False)
+    return sentencepiece_model(Path(f"{path}.model"), lines, vocab_size, remove_extra_whitespaces=False, **kind)

@@ -245,6 +245,26 @@ def test_the_tokenizer_of_an_import_encodes_as_that_of_its_source(imported, tmp_
     assert ends_of_text(step, True, other.model) == {2}
 
 
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("kind, ends", [("bpe", {2, 278}), ("unigram", {2})])  # no export adds a token to the latter
+def test_a_text_of_a_run_ends_where_one_of_its_export_does(kind, ends, is_special, imported, tool, tmp_path):
+    """The tokenizer of the data lacks the token that ends a turn of the source."""
+    source = tmp_path / "hf"
+    make_llama(source, vocab_size=281, bos_token_id=1, eos_token_id=[278, 2])
+    data = small_model(tmp_path / "tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278, model_type=kind)
+    write_tokenizer(read_model(data), source, 64)
+    pieces, settings = (json.loads((source / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    pieces["added_tokens"].append({**pieces["added_tokens"][0], "id": 278, "content": "<|end|>", "special": is_special})
+    (source / "tokenizer.json").write_text(json.dumps(pieces))
+    settings |= {"eos_token": "<|end|>", "chat_template": "{{ messages[0].content }}<|end|>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = continued(imported, source, data, tmp_path / "continued")
+    code, _, errors = tool("export_hf", "--checkpoint", run, "--output", tmp_path / "out")
+    assert code == 0, errors
+    of_run = ends_of_text(find_step(run), True, Tokenizer(str(data)).model, 281)
+    assert of_run == {*ends_of_model(tmp_path / "out")} == ends
+
+
 def turn_end(pieces):
     return pieces.token_to_id("<|end|>")
 

@@ -145,6 +145,14 @@ def test_an_index_names_no_file_of_another_directory(tool, llama, tmp_path, else
     assert code == 2 and "not an index (weight_map must give the name of a file beside it" in errors
 
 
+@pytest.mark.parametrize("named", [{}, [], None, "model.safetensors", [["model.norm.weight", "model.safetensors"]]])
+def test_an_index_without_names_hides_no_stale_file(tool, llama, tmp_path, named):
+    shutil.copytree(llama[0], tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
+    assert code == 2 and "not an index (weight_map must give the name of a file beside it for each tensor" in errors
+
+
 def test_files_that_an_index_does_not_name_are_passed_over(imported, llama, tmp_path):
     model = make_llama(tmp_path / "hf", seed=1, shard="30KB")
     shutil.copy(llama[0] / "model.safetensors", tmp_path / "hf" / "consolidated.safetensors")

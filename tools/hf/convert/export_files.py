@@ -42,7 +42,7 @@ def weight_files(directory):
     """
     single, index = directory / SINGLE, directory / INDEX
     listed = read_index(index) if index.exists() else None
-    if listed and single.is_file() and SINGLE not in listed.values():
+    if listed is not None and single.is_file() and SINGLE not in listed.values():
         raise ConfigError([f"{directory}: has {SINGLE} beside {INDEX}, so one of them is stale; remove that one"])
     names = sorted({*listed.values()}) if listed else [SINGLE]
     remedy = f", but {INDEX} names it; fetch what is missing" if listed else "; give a model in Hugging Face form"
@@ -67,8 +67,9 @@ def weight_files(directory):
 def read_index(path):
     """{tensor: name of its file} of an index. Raises ConfigError."""
     try:
-        files = dict(read_json(path)["weight_map"])
-        if not all(isinstance(name, str) and name == PurePath(name).name != "" for name in files.values()):
+        files = read_json(path)["weight_map"]
+        names = files.values() if isinstance(files, dict) else ()
+        if not names or not all(isinstance(name, str) and name == PurePath(name).name != "" for name in names):
             raise ValueError("weight_map must give the name of a file beside it for each tensor")
         return files
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -9,8 +9,11 @@ from pathlib import Path
 from moh_lm.config import ConfigError
 from moh_lm.data.files import json_bytes, read_json
 from moh_lm.data.hugging_face_model import optional_json, text_of
+from moh_lm.data.shards import TOKENIZER_FILES
+from moh_lm.data.tiktoken_model import is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import read_model
 from moh_lm.parsing import parse_json
+from tools.hf.convert import tiktoken_json, tokenizer_json
 from tools.hf.convert.tokenizer_json import CLASS, numbers_of, write_files
 
 NAMES = ("bos", "eos", "pad", "unk")
@@ -128,9 +131,7 @@ def restore(directory, source, ids, special, vocab_size):
     one that ends documents of the data.
     """
     tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
-    for name, is_special in (("special", True), ("added", False)):
-        tokens = {text: index for text, index in source.get(name, {}).items() if index < vocab_size}
-        add_tokens(tokenizer, tokens, is_special)
+    add_tokens(tokenizer, missing_tokens(source, tokenizer, vocab_size))
     known = numbers_of(tokenizer)
     tokens = {name: text for name, text in source["tokens"].items() if text in known}
     if tokens.get("pad") == tokens.get("eos", config.get("eos_token")):  # collators exclude padding from the loss
@@ -140,34 +141,63 @@ def restore(directory, source, ids, special, vocab_size):
         config |= {"chat_template": source["chat_template"], "split_special_tokens": False}
     write_files(directory, tokenizer, config)
     found = special | {name: known[text] for name, text in tokens.items()}
-    ends = [*listed(found["eos"]), *ends_of_source(source, ids, known), *listed(special["eos"])]
-    ends = list(dict.fromkeys(ends))
+    ends = ends_of_export(source, ids, special["eos"], known)
     return found | {"eos": ends if len(ends) > 1 else ends[0] if ends else None}
 
 
-def ends_of_source(source, ids, known):
-    """Return the ids with which texts of the source end, if its EOS has one of them among ``known``, {text: id} of a
-    tokenizer; else [], because they are other pieces there. ids: see ``restore``."""
-    ends = listed(ids.get("eos"))
-    return ends if known.get(source.get("tokens", {}).get("eos")) in ends else []
+def ends_of_export(source, ids, own, known):
+    """Return the ids that end a text of an export, the first one the id of its EOS.
+
+    ids: see ``restore``. own: id of the tokenizer that ends documents, or None. known: {text: id} of the tokenizer with
+    the tokens that the export adds. The ids of the source count if its EOS has one of them there; otherwise they are
+    other pieces.
+    """
+    end = known.get(source.get("tokens", {}).get("eos"))
+    of_source = listed(ids.get("eos"))
+    return list(dict.fromkeys([*listed(end), *(of_source if end in of_source else []), *listed(own)]))
 
 
-def add_tokens(tokenizer, tokens, special):
-    """Add tokens, {text: id}, to the content of a tokenizer.json, where ids are free in its vocabulary.
+def missing_tokens(source, tokenizer, vocab_size):
+    """Return {text: (id, whether it is special)} of the source's tokens that an export adds to the content of a
+    tokenizer.json: those whose ids are free there, and among the ``vocab_size`` rows of the model.
 
     The vocabulary of a unigram model is a list in the order of ids, to which nothing is added.
     """
-    known, vocabulary = numbers_of(tokenizer), tokenizer["model"]["vocab"]
-    if not isinstance(vocabulary, dict):
-        return
+    known, found = numbers_of(tokenizer), {}
     taken = {*known.values()}
-    new = {text: index for text, index in tokens.items() if text not in known and index not in taken}
-    vocabulary |= new
+    if not isinstance(tokenizer["model"]["vocab"], dict):
+        return found
+    for name, is_special in (("special", True), ("added", False)):
+        for text, index in source.get(name, {}).items():
+            if index < vocab_size and index not in taken and text not in known:
+                found[text] = index, is_special
+                taken.add(index)
+    return found
+
+
+def add_tokens(tokenizer, tokens):
+    """Add ``tokens``, as ``missing_tokens`` returns them, to the content of a tokenizer.json."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    tokenizer["added_tokens"] += [
-        {"id": index, "content": text, **flags, "special": special} for text, index in new.items()
-    ]
+    for text, (index, is_special) in tokens.items():
+        tokenizer["model"]["vocab"][text] = index
+        tokenizer["added_tokens"].append({"id": index, "content": text, **flags, "special": is_special})
     tokenizer["added_tokens"].sort(key=lambda token: token["id"])
+
+
+def outline(path):
+    """Return the vocabulary of the tokenizer at ``path`` in the form of the tokenizer.json that an export makes of it;
+    an empty one if none can be made."""
+    if path.name != TOKENIZER_FILES[0]:
+        return read_json(path)
+    if is_tiktoken(path):
+        return {"model": {"vocab": tiktoken_json.vocabulary(*read_ranks(path))}}
+    try:
+        proto = tokenizer_json.read_model(path)
+    except ValueError:
+        return {"model": {"vocab": []}}
+    is_list = proto.trainer_spec.model_type == tokenizer_json.UNIGRAM
+    pieces = [(piece.piece, index) for index, piece in enumerate(proto.pieces)]
+    return {"model": {"vocab": pieces if is_list else dict(pieces)}}
 
 
 def listed(ids):

@@ -24,22 +24,28 @@ def write_tokenizer(path, directory, max_length):
     return {"bos": end, "eos": end, "pad": pad, "unk": None}
 
 
+def vocabulary(ranks, first):
+    """Return {text: id} of the tokenizer.json that is made of what ``read_ranks`` returns."""
+    letters = byte_letters()
+    spelled = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
+    return spelled | {content: first + number for content, number in SPECIAL.items()}
+
+
 def tokenizer_json(path):
     """Content of tokenizer.json. Raises ConfigError."""
     ranks, first = read_ranks(path)
-    letters = byte_letters()
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    special = {content: first + number for content, number in SPECIAL.items()}
+    ids = vocabulary(ranks, first)
+    texts = {index: text for text, index in ids.items()}
     words = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
     in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return content_of(
-        added=[(index, content, True) for content, index in special.items()],
+        added=[(ids[content], content, True) for content in SPECIAL],
         normalizer=None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [words, in_bytes]},
         decoder=in_bytes,
         model=bpe_model(
-            {**{spelled[token]: rank for token, rank in ranks.items()}, **special},
-            [[spelled[left], spelled[right]] for left, right in pairs(ranks)],
+            ids,
+            [[texts[ranks[left]], texts[ranks[right]]] for left, right in pairs(ranks)],
             ignore_merges=True,
         ),
     )

@@ -1,6 +1,7 @@
 """The trainer's own model and its tokenizer, from a run, a step of it or an export."""
 
 import importlib.util
+import math
 import os
 
 import torch
@@ -13,13 +14,14 @@ from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
 from moh_lm.data.hugging_face_model import ends_of_model, optional_json
-from moh_lm.data.shards import TOKENIZER_FILES
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tokenizer import read_model
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.export_files import weight_files
 from tools.hf.convert.import_config import model_config, read_config
-from tools.hf.convert.source_tokenizer import ends_of_source, listed
+from tools.hf.convert.source_tokenizer import ends_of_export, listed, missing_tokens, outline
+from tools.hf.convert.tokenizer_json import numbers_of
 
 
 def load(arguments, attention_backend="auto"):
@@ -73,32 +75,24 @@ def load(arguments, attention_backend="auto"):
             wanted.pop(name).copy_(tensor)
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
-    return model.eval(), limit, tokenizer, ends_of_text(directory, is_step, tokenizer.model)
+    return model.eval(), limit, tokenizer, ends_of_text(directory, is_step, tokenizer.model, config.vocab_size)
 
 
-def ends_of_text(directory, is_step, tokenizer):
-    """Return the ids that end a text of an export, or of a step as its export has them. Raises ConfigError."""
+def ends_of_text(directory, is_step, tokenizer, vocab_size=math.inf):
+    """Return the ids that end a text of an export, or of a step of ``vocab_size`` rows as its export has them. Raises
+    ConfigError."""
     if not is_step:
         return {tokenizer.eos_id(), *ends_of_model(directory)}
     state = optional_json(directory / "state.json")
     imported = state.get("imported", {})
-    source, ids = imported.get("tokenizer", {}), imported.get("token_ids", {})
+    source, ids = imported.get("tokenizer"), imported.get("token_ids", {})
     if state.get("step") == 0 and not (directory / TOKENIZER_FILES[0]).is_file():  # its tokenizer is the source's own
         return {tokenizer.eos_id(), *listed(ids.get("eos"))}
-    text = source.get("tokens", {}).get("eos")
-    own = source.get("special", {}).get(text)
-    pieces = {index: piece(tokenizer, index) for index in (*listed(ids.get("eos")), own) if index is not None}
-    same = [index for index, found in pieces.items() if text and (found == text or (found is None and index == own))]
-    known = {text: same[0]} if same else {}
-    return {tokenizer.eos_id(), *known.values(), *ends_of_source(source, ids, known)}
-
-
-def piece(tokenizer, index):
-    """Return the text of a token, or None for an id without one, where the export may add a token of the source."""
-    try:
-        return tokenizer.id_to_piece(index)
-    except IndexError:
-        return None
+    if not source:
+        return {tokenizer.eos_id()}
+    content = outline(tokenizer_files(directory)[0])
+    new = {text: index for text, (index, _) in missing_tokens(source, content, vocab_size).items()}
+    return {*ends_of_export(source, ids, tokenizer.eos_id(), numbers_of(content) | new)}
 
 
 def recorded_bos(directory, is_step):
