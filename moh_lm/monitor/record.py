@@ -75,29 +75,34 @@ def finite(value):
 
 
 def keep_rows(path, last_step):
-    """Cut off the rows of ``path`` that the run will write again: those after ``last_step``, or all if it is 0."""
-    if path.exists():
-        make_own(path)
-        with open(path, "rb+") as file:
-            file.truncate(end_of_rows(file, last_step) if last_step else 0)
+    """Cut off the rows of ``path`` that the run will write again: those after ``last_step``, or all if it is 0. Returns
+    the last row that is kept, or {}."""
+    if not path.exists():
+        return {}
+    make_own(path)
+    with open(path, "rb+") as file:
+        end, row = end_of_rows(file, last_step) if last_step else (0, {})
+        file.truncate(end)
+    return row
 
 
 def end_of_rows(file, last_step):
-    """Return the offset in a file of rows after the last one up to ``last_step``; only what follows that row is read.
+    """Return the offset in a file of rows after the last one up to ``last_step``, and that row, or 0 and {}.
 
-    Steps never decrease from one row to the next. A file of a long run has gigabytes.
+    Only what follows that row is read: a file of a long run has gigabytes, and steps never decrease from one row to the
+    next.
     """
     end = file.seek(0, os.SEEK_END)
     if end == 0:
-        return 0
+        return 0, {}
     with mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as text:
         while end:
             start = text.rfind(b"\n", 0, end - 1) + 1
             row = row_of(text[start:end])
             if row and row["step"] <= last_step:
-                break
+                return end, row
             end = start
-    return end
+    return 0, {}
 
 
 def last_step(path):

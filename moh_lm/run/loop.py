@@ -98,7 +98,7 @@ class Run:
         return self.state.step >= self.config.run.train_iters
 
     def prepare(self):
-        """Open what the steps need, and evaluate the initial model."""
+        """Open what the steps need, and evaluate the initial model, or one whose evaluation a stop has left out."""
         run, step, dataset = self.config.run, self.state.step, self.state.dataset
         self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
         samples = run.samples_after(step)
@@ -131,7 +131,7 @@ class Run:
         self.evaluation = self.task.make_evaluation(
             self.config, self.engine, self.loader, self.log, self.watchdog.progress
         )
-        if step == 0:
+        if step == 0 or (due(step, run.eval_interval) and on_rank_zero(lambda: not self.log.is_evaluated)):
             self.evaluate()
             if self.log:
                 self.log.started = time.perf_counter()  # the time left counts steps only
@@ -155,16 +155,13 @@ class Run:
         self.stopping, writing = result.flags
         if due(step, run.log_interval) or last:
             self.write_log(rate, result)
-        saved = self.stopping and not last  # a complete run does not evaluate again
-        if saved:  # an evaluation may take longer than is left
-            self.save()
-        if due(step, run.eval_interval) or last:
+        if last or (due(step, run.eval_interval) and not self.stopping):  # the next start has time for it
             self.evaluate()
             self.stopping, writing = set_on_any_rank(self.flags(), self.device)  # much may have happened meanwhile
         started = time.perf_counter()
-        if not saved and (due(step, self.config.reliability.save_interval) or last or self.stopping):
+        if due(step, self.config.reliability.save_interval) or last or self.stopping:
             self.save()
-        elif not saved and not writing:  # ``close`` waits for the last save, whose failure is the run's
+        elif not writing:
             self.saver.collect()
         self.after_save.poll()
         self.accumulator.seconds["save"] += time.perf_counter() - started
