@@ -98,7 +98,8 @@ def describe_attention(config, named=None):
     always_dense = model.heads.head_selection == "all" and not any(model.window)
     if always_dense or run.attention_backend != "auto":
         return
-    if model.chooses_in_groups:
+    device, dtype = this_device(run)
+    if model.chooses_in_groups and (named or device.type == "cuda" or run.compile):
         yield "attention  auto: ordinary attention of the heads that tokens choose in each key/value group"
         return
     if named:
@@ -109,7 +110,6 @@ def describe_attention(config, named=None):
         yield f"attention  auto: chosen on the {named.name}, by {by};"
         yield "           to measure one: python benchmarks/attention.py --levels layer --save"
         return
-    device, dtype = this_device(run)
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, because cpu_sparse cannot be compiled"
         return
