@@ -124,9 +124,6 @@ def layer_backends(config, device):
     """
     run, model = config.run, config.model
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    asked = run.attention_backend
-    if asked == "auto" and model.chooses_in_groups:
-        asked = "groups"
     ranks = config.parallel.tensor_parallel_size * config.parallel.context_parallel_size
     names = []
     for index in range(model.num_layers):
@@ -139,8 +136,9 @@ def layer_backends(config, device):
             "own_keys": model.own_keys(index),
             "compiled": run.compile or run.cuda_graph,
             "estimate": estimate(model, index, run),
+            "in_groups": model.chooses_in_groups,
         }
-        names.append(choose_backend(asked, device, dtype, shape, share, **facts))
+        names.append(choose_backend(run.attention_backend, device, dtype, shape, share, **facts))
     return tuple(names)
 
 

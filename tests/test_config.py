@@ -115,6 +115,26 @@ def test_a_budget_is_spread_over_layers_in_whole_shares(shape, unit, group, rate
     assert Config.from_dict(config.to_dict()) == config  # also where the degree changes on a resume
 
 
+@pytest.mark.parametrize("unit, heads, keys, step", [
+    ("head", 8, 8, 1 / 8), ("key_value_group", 12, 4, 1 / 4), ("head_in_group", 12, 6, 1 / 2),
+    ("head_in_group", 9, 3, 1 / 3),
+])  # fmt: skip
+def test_a_budget_is_refused_or_kept_to_half_a_step_of_one_layer(unit, heads, keys, step):
+    shape = f"--num-layers 4 --num-attention-heads {heads} --num-key-value-heads {keys} --head-dim 4 --hidden-size 64"
+    for hundredth in range(1, 100):
+        flags = f"{shape} --routing-unit {unit} --head-budget {hundredth / 100}"
+        model = parse(*flags.split(), *TINY).model
+        if problems := [one for one in model_problems(model) if "none is routed" not in one]:
+            assert hundredth / 100 < step and "choose at least" in problems[0]
+            assert model.active_share() == pytest.approx(step)
+        else:
+            assert abs(model.active_share() - hundredth / 100) <= step / 2 / 4 + 1e-9
+        for slope in (0.02, 0.4, -0.4, 0.9):
+            sloped = parse(*flags.split(), "--head-budget-slope", str(slope), *TINY).model
+            active = [*map(sloped.active_heads, range(4))]
+            assert model_problems(sloped) or (active[-1] - active[0]) * slope > 0
+
+
 def test_a_budget_with_one_of_its_parts_given_keeps_it():
     heads = parse(*"--num-layers 3 --num-attention-heads 8 --head-budget 0.75 --num-shared-heads 5".split()).model.heads
     assert (heads.num_shared_heads, heads.num_active_routed_heads) == ((5, 5, 5), (1, 1, 1))

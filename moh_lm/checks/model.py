@@ -143,26 +143,40 @@ def top_p_problems(heads):
 
 
 def spread_problems(model):
-    """Check that --head-budget and its slope give shares between 0 and 1 that match the heads of the layers."""
+    """Check that --head-budget and its slope give shares that layers can use and that match their heads."""
     rate, slope = model.heads.head_budget, model.heads.head_budget_slope
     if rate is None:
         advice = "needs --head-budget, such as 0.75, which a later --num-active-routed-heads replaces"
         return [] if slope == 0 else [f"--head-budget-slope {slope:g}: {advice}"]
     if not 0 < rate <= 1:
         return [f"--head-budget {rate:g}: must be above 0 and at most 1, such as 0.75"]
-    most, share = 2 * min(rate, 1 - rate), model.active_share()
+    least, share = least_share(model, max(model.head_counts)), model.active_share()
+    if rate < least - 0.005:  # a third may be written as 0.33
+        unit = "" if model.heads.routing_unit == "head" else f" with --routing-unit {model.heads.routing_unit}"
+        near = f"{math.ceil(100 * least) / 100:g}" + (unit and ", or --routing-unit head")
+        return [f"--head-budget {rate:g}: a layer uses at least {least:.1%} of its heads{unit}; choose at least {near}"]
+    most = max(0.0, 2 * min(rate - least, 1 - rate))
     if not abs(slope) <= most + 1e-9:
         return [
             f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
-            f"between 0 and 1; choose at most {most:.3g}"
+            f"between {least:.3g} and 1; choose at most {most:.3g}, or another --head-budget"
         ]
-    unit = model.of_layer(0).num_key_value_heads if model.chooses_in_groups else model.heads_per_expert
-    if abs(share - rate) >= unit / min(model.head_counts):
+    if abs(share - rate) >= least_share(model, min(model.head_counts)):
         return [
             f"--head-budget {rate:g}: the numbers of shared and routed heads use {share:.1%} of all; choose another "
             "share, or another --num-shared-heads"
         ]
+    if slope and len({*map(model.active_heads, range(model.num_layers))}) == len(model.head_counts) == 1:
+        return [
+            f"--head-budget-slope {slope:g}: every layer uses {share:.1%} of its heads, since one can only use "
+            f"multiples of {least:.1%}; choose a larger slope, another --head-budget, or leave it out"
+        ]
     return []
+
+
+def least_share(model, heads):
+    """Return the smallest share of its ``heads`` that a layer can use: one, or those that are selected together."""
+    return 1 / model.queries_per_key if model.chooses_in_groups else model.heads_per_expert / heads
 
 
 def own_keys_problems(model):

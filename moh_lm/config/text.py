@@ -87,8 +87,8 @@ class RunConfig(RunBase):
     attention_backend: str = option(
         "auto",
         "dense: compute all heads and scale them by their gates; triton, cpu_sparse: compute selected heads only; "
-        "groups: the same by ordinary attention, for --routing-unit head_in_group; auto: groups with that unit, else "
-        "whichever was measured to be faster",
+        "groups: the same by ordinary attention, for --routing-unit head_in_group; auto: whichever was measured to be "
+        "faster, with groups in place of dense and triton for that unit",
         choices=("auto", "dense", "groups", "triton", "cpu_sparse"),
     )
 

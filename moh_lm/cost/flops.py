@@ -7,7 +7,7 @@ import torch
 
 from moh_lm.build import build_model
 from moh_lm.cost.devices import known_device
-from moh_lm.cost.layers import head_products, layer_products
+from moh_lm.cost.layers import head_products, is_copied, layer_products
 from moh_lm.model.matrices import NEWTON_SCHULZ_STEPS, blocks_of, is_block_matrix
 
 BACKWARD = 2  # a backward pass multiplies every matrix twice
@@ -45,11 +45,12 @@ def block_matrices(model):
 
 
 @functools.lru_cache(maxsize=8)
-def muon_flops(model, split):
+def muon_flops(model, split, tp=1):
     """Return the mean FLOPs of Muon's iterations on a decoder layer per step: {"whole", "blocks"}.
 
-    "whole" counts matrices that are orthogonalised whole. An iteration on m rows and n columns, m <= n, takes 2 m m n +
-    m m m multiplications. split: --muon-split.
+    ``tp`` tensor-parallel ranks share "blocks", and each computes "whole": matrices that are not divided, and copies of
+    keys and values. An iteration on m rows and n columns, m <= n, takes 2 m m n + m m m multiplications. split:
+    --muon-split.
     """
     found = {"whole": 0, "blocks": 0}
     for layer, name, weight in block_matrices(model):
@@ -57,7 +58,8 @@ def muon_flops(model, split):
         shape = blocks.shape(weight.shape) if blocks else weight.shape
         small, large = sorted(shape)
         count = weight.numel() // math.prod(shape)
-        found["blocks" if blocks else "whole"] += count * 2 * NEWTON_SCHULZ_STEPS * (2 * large + small) * small**2
+        shared = blocks and not is_copied(name, layer, tp)
+        found["blocks" if shared else "whole"] += count * 2 * NEWTON_SCHULZ_STEPS * (2 * large + small) * small**2
     return {kind: flops / model.num_layers for kind, flops in found.items()}
 
 

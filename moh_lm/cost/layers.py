@@ -1,6 +1,7 @@
 """The cost of a model's layers, and how a pipeline divides them: functions of the ``ModelConfig``."""
 
 import math
+import re
 
 from moh_lm.cost.attention import attention_activation_bytes, attention_products
 
@@ -63,3 +64,12 @@ def stage_bounds(costs, num_stages):
     for stages in range(num_stages, 0, -1):
         bounds.append(best[bounds[-1], stages][3])
     return bounds[::-1]
+
+
+def is_copied(name, model, tp):
+    """Return whether every tensor-parallel rank holds the whole parameter ``name``. A name within a layer comes with
+    the ``model`` of that layer."""
+    if re.search("[kv]_proj", name):
+        layer = re.search(r"layers\.(\d+)", name)
+        return (model.of_layer(int(layer[1])) if layer else model).num_key_value_heads < tp
+    return re.search("q_a_|kv_a_|router|norm|embed_positions", name) is not None

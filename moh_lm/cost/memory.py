@@ -9,7 +9,6 @@ size, V vocabulary, tp, pp, cp, dp the degrees of tensor, pipeline, context and 
 
 import functools
 import math
-import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +18,7 @@ from moh_lm.build import build_model
 from moh_lm.config import REDUCE_BUCKET
 from moh_lm.cost.attention import cache_shares, cache_width
 from moh_lm.cost.flops import block_matrices
-from moh_lm.cost.layers import layer_activation_bytes, pipeline_costs, stage_bounds
+from moh_lm.cost.layers import is_copied, layer_activation_bytes, pipeline_costs, stage_bounds
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.parallel.ulysses import keys_of_ranks, order_of_ranks
 
@@ -71,11 +70,11 @@ def stage_memory(config, world_size):
     micro_batches = config.gradient_accumulation_steps(world_size)
     width = 2 if run.precision == "bf16" else 4
     tokens = run.micro_batch_size * run.seq_length // cp
-    matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else 0
+    matrices = layer_matrices(model, tp) if config.optimizer.optimizer == "muon" else 0
     found = []
     for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp, tp)):
         parameters = whole
-        trained, of_muon = parameters, blocks * matrices / tp  # these have one moment
+        trained, of_muon = parameters, blocks * matrices  # these have one moment
         if config.optimizer.train_only == "router":
             trained, of_muon = parameter_counts(model)["router"], 0
         in_flight = min(pp - stage, micro_batches)  # 1F1B: forward passes of stage 0 before its first backward pass
@@ -117,9 +116,10 @@ def exchanged(model, tp, cp):
 
 
 @functools.lru_cache(maxsize=8)
-def layer_matrices(model):
-    """Return the mean number of parameters of a decoder layer in matrices that Muon updates."""
-    return sum(weight.numel() for _, _, weight in block_matrices(model)) / model.num_layers
+def layer_matrices(model, tp=1):
+    """Return the mean number of parameters of a decoder layer on a rank in matrices that Muon updates."""
+    parts = [weight.numel() / (1 if is_copied(name, of, tp) else tp) for of, name, weight in block_matrices(model)]
+    return sum(parts) / model.num_layers
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,17 +137,10 @@ def stages(model, seq_length, num_stages, tp=1):
     return found
 
 
-def is_copied(name, model, tp):
-    """Return whether every tensor-parallel rank holds the whole parameter ``name``."""
-    if keys := re.search(r"layers\.(\d+)\..*[kv]_proj", name):
-        return model.of_layer(int(keys[1])).num_key_value_heads < tp
-    return re.search("q_a_|kv_a_|router|norm", name) is not None
-
-
-def stage_shares(model, seq_length, num_stages):
-    """Return the largest shares of any stage: (compute, parameters, number of decoder layers)."""
-    costs, sizes, blocks = zip(*stages(model, seq_length, num_stages), strict=True)
-    return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
+def largest_stage(model, seq_length, num_stages, tp):
+    """Return the most of any stage: (share of the compute, parameters of a rank, decoder layers)."""
+    costs, sizes, blocks = zip(*stages(model, seq_length, num_stages, tp), strict=True)
+    return max(costs) / sum(costs), max(sizes), max(blocks)
 
 
 def loss_bytes(model, width, tokens, tp, fused=False):

@@ -6,13 +6,14 @@ from itertools import groupby
 import torch
 
 from moh_lm.build import layer_backends
-from moh_lm.config import BUDGETS, walk
+from moh_lm.config import walk
 from moh_lm.cost import description
 from moh_lm.cost.devices import Machine, known_device
 from moh_lm.cost.flops import computed_share, flops_per_token, peak_flops
+from moh_lm.cost.gain import attention_times
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, step_seconds
-from moh_lm.kernels.choose import head_time, is_estimated, measured_ratio
+from moh_lm.kernels.choose import is_estimated, measured_ratio
 from moh_lm.kernels.measured import MEASURED, machine, measurement
 from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 
@@ -33,7 +34,7 @@ def describe_run(config, dataset, world_size, device=None):
         f"cache      {describe_cache(config.model, config.run.seq_length, 2 if config.run.precision == 'bf16' else 4)}",
         f"FLOPs      {describe_flops(config)}",
         f"time       {describe_time(config, world_size, device)}",
-        *describe_gain(config, device),
+        *describe_gain(config, world_size, device),
     ]
     return list(map(wrapped, lines))
 
@@ -99,7 +100,8 @@ def describe_attention(config, named=None):
     always_dense = model.heads.head_selection == "all" and not any(model.window)
     if always_dense or run.attention_backend != "auto":
         return
-    if model.chooses_in_groups:
+    device, dtype = this_device(run)
+    if model.chooses_in_groups and (named or device.type == "cuda" or run.compile):
         yield "attention  auto: ordinary attention of the heads that tokens choose in each key/value group"
         return
     if named:
@@ -110,7 +112,6 @@ def describe_attention(config, named=None):
         yield f"attention  auto: chosen on the {named.name}, by {by};"
         yield "           to measure one: python benchmarks/attention.py --levels layer --save"
         return
-    device, dtype = this_device(run)
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, because cpu_sparse cannot be compiled"
         return
@@ -243,7 +244,7 @@ def known_peak(run, device):
     return peak_flops(run, this_device(run)[0])
 
 
-def describe_gain(config, device=None):
+def describe_gain(config, world_size, device=None):
     """Say what the mixture saves or costs at this length, cite the source, and say what would save more."""
     model, run, peak = config.model, config.run, known_peak(config.run, device)
     if not model.routed_layers():
@@ -251,25 +252,16 @@ def describe_gain(config, device=None):
     length, found = run.seq_length, None if device else measurement(*this_device(run))
     queries = length, run.micro_batch_size, max(model.head_counts), model.query_dim
     ratio = measured_ratio(found, queries, model.active_share(), run.compile)
-    if ratio:
+    if ratio and not model.chooses_in_groups:  # heads were measured that tokens choose among all
         yield (
             f"MoH        an attention layer of {length:,} tokens takes {ratio:.2f} of the time of a dense one if it "
             f"computes only the selected heads; measured on {found.machine}"
         )
     if not peak:
         return
-    whole = sum(model.of_layer(layer).num_attention_heads for layer in range(model.num_layers))
-    shared, active = (sum(numbers) / whole for numbers in (getattr(model.heads, name) for name in BUDGETS))
-    cases = {
-        "if it computes all heads": 1,
-        "if only the selected ones": head_time(shared, active, model.chooses_in_groups),
-        "with a quarter of the heads": head_time(1 / 8, 1 / 8, model.chooses_in_groups),
-        "with --routed-keys selected": head_time(shared, active**2 / (1 - shared), model.chooses_in_groups),
-    }
-    if max(model.of_layer(0).head_counts) > model.of_layer(0).num_key_value_heads:
-        cases["with --routing-unit head_in_group"] = shared + active
     there, router = Machine(1, peak / 1e12), FUSED_ROUTER if run.fused_router else 1
-    times = [f"{against_dense(model, length, there, cases[case], router):.2f} {case}" for case in cases]
+    cases = attention_times(config, world_size, on_gpu=True if device else None)
+    times = [f"{against_dense(model, length, there, time, router):.2f} {case}" for case, time in cases.items()]
     yield (
         f"MoH        a step of {length:,} tokens over a dense one takes about {listing(times)}; estimated from layers "
         "on one H200 (docs/results.md), without the time of the host"

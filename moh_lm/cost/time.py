@@ -14,7 +14,7 @@ that; no GPU has run it.
 import numpy as np
 
 from moh_lm.cost.flops import computed_share, flops_per_token, muon_flops
-from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
+from moh_lm.cost.memory import exchanged, largest_stage, layer_matrices, parameter_counts
 from moh_lm.kernels.choose import ATTENTION
 
 ROUTED_LAYER_S, LAYER_S, COMPILED = 7e-3, 3.3e-3, 1.35
@@ -58,7 +58,9 @@ def step_seconds(config, machine):
     micro_batches = config.gradient_accumulation_steps(machine.gpus)
     width = 2 if run.precision == "bf16" else 4
     tokens = run.micro_batch_size * run.seq_length // cp
-    compute_share, parameter_share, layers = stage_shares(model, run.seq_length, pp)
+    compute_share, weights, layers = largest_stage(model, run.seq_length, pp, tp)
+    only_routers = config.optimizer.train_only == "router"
+    trained = parameter_counts(model)["router"] if only_routers else weights
 
     def bandwidth(ranks_spanned):
         return 1e9 * (machine.intra_node if ranks_spanned <= machine.gpus_per_node else machine.inter_node)
@@ -72,11 +74,10 @@ def step_seconds(config, machine):
     heads, keys = np.mean(model.head_counts), np.mean(exchanged(model, tp, cp).num_key_value_heads)
     features = float(heads + keys) * (model.query_dim + model.head_dim)  # of queries, keys, values and outputs
     moved = (3 if run.recompute else 2) * layers * width * tokens * features / tp
-    weights = parameter_counts(model)["total"] * parameter_share / tp
     sums = micro_batches if parallel.zero_stage > 1 else 1
-    gathered = (3 if run.recompute else 2) * micro_batches if parallel.zero_stage == 3 else 1
-    gradient_bytes = (1 if parallel.zero_stage == 3 else 2) * 4 * weights * sums  # ZeRO-1 and 2 reduce to all ranks
-    work, sent = muon_flops(model, config.optimizer.muon_split), 2 * 4 * layers * layer_matrices(model) / tp
+    gathered = (3 if run.recompute else 2) * micro_batches * weights if parallel.zero_stage == 3 else trained
+    gradient_bytes = (1 if parallel.zero_stage == 3 else 2) * 4 * trained * sums  # ZeRO-1 and 2 reduce to all ranks
+    work, sent = muon_flops(model, config.optimizer.muon_split, tp), 2 * 4 * layers * layer_matrices(model, tp)
     muon = (work["whole"] + work["blocks"] / tp) * layers / dp / speed
     muon += sent * (dp - 1) / dp / bandwidth(tp * dp)
     return {
@@ -84,7 +85,7 @@ def step_seconds(config, machine):
         "bubble": micro_batch * (pp - 1),
         "tensor": gathers * micro_batches * activation * (tp - 1) / tp / bandwidth(tp),
         "context": moved * micro_batches * (cp - 1) / cp / bandwidth(tp * cp),
-        "data": (gradient_bytes + width * weights * gathered) * (dp - 1) / dp / bandwidth(tp * dp),
-        "muon": muon if config.optimizer.optimizer == "muon" else 0.0,
+        "data": (gradient_bytes + width * gathered) * (dp - 1) / dp / bandwidth(tp * dp),
+        "muon": muon if config.optimizer.optimizer == "muon" and not only_routers else 0.0,
         "pipeline": (pp > 1) * 2 * micro_batches * activation / tp / bandwidth(tp * dp * pp),
     }

@@ -15,22 +15,28 @@ from moh_lm.kernels.measured import TRITON_HEAD_DIMS, measurement
 
 WORTH_IT = 0.96  # a larger ratio is within the noise of the measurement
 ESTIMATE_WORTH_IT = 0.92  # a larger one is within the error of the estimate
+MOST_IN_GROUPS = 0.5  # with three quarters of the heads, ordinary attention of chosen heads was as fast as cpu_sparse
 ATTENTION, ROUTED_HEADS, OTHERS = 0.46, 0.55, 0.34
 ESTIMATED = ((8, 0), (9, 0))  # compute capabilities: those of the A100 and the H100
 ESTIMATED_ELEMENTS = 8 * 2048 * 768  # of the queries in the smallest measured call; a shorter one waits for the host
 
 
 def choose_backend(
-    name, device, dtype, shape, active_share, dense_only=False, own_keys=False, compiled=False, estimate=1.0
+    name, device, dtype, shape, active_share, dense_only=False, own_keys=False, compiled=False, estimate=1.0,
+    in_groups=False,
 ):  # fmt: skip
     """Return the name of the backend that computes queries of ``shape`` [s, b, heads, head_dim]; it is never ``auto``.
 
     active_share: share of the heads that a token uses, by which ``auto`` chooses. dense_only: whether the layer needs
     all scores. own_keys: see ``gated_attention``. compiled: whether torch.compile compiles the layer, or a CUDA graph
-    launches it. estimate: ``estimated_ratio`` of the layer. Raises RuntimeError if the named backend cannot run here.
+    launches it. estimate: ``estimated_ratio`` of the layer. in_groups: whether a token chooses equally many heads in
+    every key/value group. Raises RuntimeError if the named backend cannot run here.
     """
     if dense_only:
         return "dense"
+    if name == "auto" and in_groups:
+        sparse = device.type == "cpu" and not compiled and active_share <= MOST_IN_GROUPS
+        return "cpu_sparse" if sparse and fastest(device, dtype, tuple(shape), active_share) != "dense" else "groups"
     if name == "auto":
         if device.type == "cpu" and compiled:
             return "dense"  # cpu_sparse would break the graph

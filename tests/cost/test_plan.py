@@ -31,6 +31,7 @@ from moh_lm.cost.summary import describe_time
 from moh_lm.cost.time import assumptions, step_seconds
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
+from moh_lm.model.matrices import is_block_matrix
 from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.parallel.layers import even_partition
@@ -69,7 +70,10 @@ def test_flops_of_muon_on_llm_b_by_hand():
     model, d, i, e = parse(LLM_B).model, 1536, 4096, 96
     mlp = 3 * 5 * 2 * (2 * d * d * i + d**3)
     assert muon_flops(model, "matrix") == {"whole": 4 * 5 * 2 * 3 * d**3 + mlp, "blocks": 0}
-    assert muon_flops(model, "head") == {"whole": mlp, "blocks": 4 * 16 * 5 * 2 * (2 * e * e * d + e**3)}
+    head = 5 * 2 * (2 * e * e * d + e**3)
+    assert muon_flops(model, "head") == {"whole": mlp, "blocks": 4 * 16 * head}
+    one_key = parse(LLM_B, "--num-key-value-heads", "1").model  # of which every rank has a copy
+    assert muon_flops(one_key, "head", 2) == {"whole": mlp + 2 * head, "blocks": 2 * 16 * head}
 
 
 def test_muon_counts_the_heads_of_every_layer():
@@ -304,8 +308,13 @@ def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, kernels, mo
 
 
 @pytest.mark.parametrize(
-    "flags, world_size", [("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3 --optimizer muon", 2)]
-)
+    "flags, world_size",
+    [
+        ("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3 --optimizer muon", 2),
+        ("--tensor-parallel-size 2 --optimizer muon --num-key-value-heads 1", 2),
+        ("--tensor-parallel-size 2 --position learned --learned-positions 256", 2),
+    ],
+)  # fmt: skip
 def test_the_optimizer_estimate_is_what_the_ranks_hold(flags, world_size):
     text = f"""--num-layers 2 --hidden-size 64 --intermediate-size 128 --num-attention-heads 8 --vocab-size 128
         --precision fp32 --seq-length 16 --batch-tokens 64 --train-iters 1 {flags}"""
@@ -438,6 +447,17 @@ def test_a_plan_knows_that_small_micro_batches_are_slow():
     assert seconds == pytest.approx(2048 / 16 * 24 * 7e-3)  # micro-batches, layers, the host's time for each
 
 
+@pytest.mark.parametrize("more", ["", "--zero-stage 2", "--zero-stage 3", "--optimizer muon"])
+def test_a_run_of_routers_exchanges_no_other_gradients(more):
+    config = parse(LLM_B, "--train-only", "router", "--micro-batch-size", "16", *more.split())
+    machine = planner.parse_arguments(list(FIRST_OF_LLM_B))
+    seconds, routers = step_seconds(config, machine), 24 * 1536 * (16 + 2)  # two rows weigh the kinds of heads
+    reads = 2 * 8 * parameter_counts(config.model)["total"]  # by ZeRO-3, forward and backward, of 8 micro-batches
+    bytes_sent = {"--zero-stage 3": 2 * reads + 8 * 4 * routers, "--zero-stage 2": (8 * 2 * 4 + 2) * routers}
+    sent = bytes_sent.get(more, (2 * 4 + 2) * routers)
+    assert seconds["data"] == pytest.approx(sent * 15 / 16 / (1e9 * machine.inter_node)) and seconds["muon"] == 0
+
+
 def test_a_plan_is_for_the_peak_and_the_precision_of_the_run():
     peaks = [planner.parse_arguments([*FIRST_OF_LLM_B, *more.split()]).gpu_tflops for more in (
         "", "--peak-tflops 312", "--gpu-tflops 500 --peak-tflops 312", "--precision fp32 --gpu-tflops 67",
@@ -467,15 +487,21 @@ def parameters_of_a_rank(flags):
     start_process_group(120)
     group = ParallelGroups.create(2, 1, 1).tensor
     with torch.device("meta"):
-        return sum(weight.numel() for weight in build_model(parse_config(flags)[0].model, group=group).parameters())
+        named = dict(build_model(parse_config(flags)[0].model, group=group).named_parameters())
+    matrices = sum(weight.numel() for name, weight in named.items() if is_block_matrix(name))
+    return sum(weight.numel() for weight in named.values()), matrices
 
 
-@pytest.mark.parametrize("more", [LATENT, ONE_KEY, "--num-key-value-heads 4 1 --hidden-size 64"])
+@pytest.mark.parametrize("more", [
+    LATENT, ONE_KEY, "--num-key-value-heads 4 1 --hidden-size 64",
+    "--position learned --learned-positions 128 --hidden-size 64",
+])  # fmt: skip
 def test_what_every_tensor_parallel_rank_holds_whole_is_counted(more):
     flags = f"--num-layers 2 --num-attention-heads 8 --intermediate-size 96 --vocab-size 128 {more}".split()
     held = run_ranks(parameters_of_a_rank, 2, flags)
-    ((_, found, _),) = stages(parse_config(flags)[0].model, 64, 1, 2)
-    assert held == [found, found]
+    model = parse_config(flags)[0].model
+    ((_, found, _),) = stages(model, 64, 1, 2)
+    assert held == [(found, 2 * layer_matrices(model, 2))] * 2
 
 
 def test_a_plan_holds_no_heads_that_the_trainer_refuses():

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moh_lm import pretrain
 from moh_lm.build import build_model
+from moh_lm.checks import config_problems
+from moh_lm.cost import summary
 from moh_lm.cost.description import describe_heads
 from moh_lm.cost.devices import Machine
 from moh_lm.cost.flops import computed_share, flops_per_token
@@ -145,8 +147,41 @@ def test_a_dry_run_says_what_was_measured_on_this_machine(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     sizes = "--seq-length 2048 --batch-tokens 2048 --precision fp32"
     config = parse_config([*SCRIPT.split(), *PLAN, *sizes.split()])[0]
-    (line,) = describe_gain(config)
+    (line,) = describe_gain(config, 1)
     assert "an attention layer of 2,048 tokens takes 0.91 of" in line and "measured on AMD EPYC" in line
+    in_groups = parse_config([*SCRIPT.split(), *PLAN, *sizes.split(), *IN_GROUPS.split()])[0]
+    assert [*describe_gain(in_groups, 1)] == []  # heads that tokens choose among all were measured
+
+
+IN_GROUPS = "--num-key-value-heads 4 --routing-unit head_in_group --num-shared-heads 0 --num-active-routed-heads 4"
+QUARTER, OWN, GROUPS = "with a quarter of the heads", "with --routed-keys selected", "with --routing-unit head_in_group"
+
+
+@pytest.mark.parametrize("flags, listed", [
+    ("", [QUARTER, OWN]), ("--num-key-value-heads 2", [QUARTER, OWN, GROUPS]),
+    ("--routed-keys selected", [QUARTER]), ("--routed-keys selected --num-key-value-heads 2", [QUARTER]),
+    ("--num-shared-heads 0 --num-active-routed-heads 2", [OWN]), ("--position cope", [QUARTER]),
+    (IN_GROUPS, []), (IN_GROUPS.replace("heads 4 --routing", "heads 2 --routing"), [QUARTER]),
+    ("--routing relu --num-key-value-heads 2", [QUARTER, OWN]),
+    ("--window-strategy entropy --num-key-value-heads 2 --tensor-parallel-size 4", [QUARTER]),
+    ("--num-key-value-heads 2 --routing-unit key_value_group --num-shared-heads 0 --head-budget 0.5", [OWN, GROUPS]),
+])  # fmt: skip
+def test_only_what_this_run_could_take_is_said_to_save_more(flags, listed, monkeypatch):
+    monkeypatch.setattr(summary, "measurement", lambda *_: None)
+    given = [*SCRIPT.split(), "--data-dir", "data", "--checkpoint-dir", "run", *PLAN, *flags.split()]
+    config, world = parse_config([*given, "--peak-tflops", "1"])[0], 4
+    assert config_problems(config, world) == []
+    (line,) = describe_gain(config, world)
+    share = config.model.active_share()
+    changes = {
+        QUARTER: "--num-shared-heads 0 --head-budget 0.25",
+        OWN: "--routed-keys selected",
+        GROUPS: f"--routing-unit head_in_group --num-shared-heads 0 --head-budget {share}",
+    }
+    assert [way for way in changes if way in line] == listed
+    for way in listed:
+        other = parse_config([*given, *changes[way].split()])[0]
+        assert config_problems(other, world) == [] and other.model != config.model
 
 
 @pytest.mark.parametrize("shared, seconds", [(4, 0.310), (8, 0.333)])

@@ -113,6 +113,25 @@ def test_windows_that_move_do_not_change_what_a_resume_chooses(monkeypatch):
     assert layer_backends(moved, torch.device("cpu")) == layer_backends(config, torch.device("cpu"))
 
 
+IN_GROUPS = LLM_S + " --precision fp32 --num-key-value-heads 3 --routing-unit head_in_group"
+
+
+@pytest.mark.parametrize("flags, device, backend", [
+    ("", "cpu", "cpu_sparse"), ("--seq-length 256", "cpu", "groups"), ("--compile", "cpu", "groups"),
+    ("", "cuda", "groups"), ("--compile", "cuda", "groups"), ("--position cope", "cpu", "dense"),
+    ("--num-active-routed-heads 6", "cpu", "groups"), ("--num-active-routed-heads 6 --window 256", "cpu", "cpu_sparse"),
+    ("--attention-backend groups", "cpu", "groups"), ("--attention-backend dense", "cpu", "dense"),
+])  # fmt: skip
+def test_heads_in_groups_leave_ordinary_attention_where_a_cpu_computes_rows_faster(monkeypatch, flags, device, backend):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    rows = [[512, 0.5, 0.87], [2048, 0.5, 0.75], [2048, 0.75, 0.94]]
+    measured.keep(Measurement("here", "cpu", "float32", 2, "", 0, rows, []))
+    config, _ = parse_config([*IN_GROUPS.split(), *flags.split()])
+    assert set(layer_backends(config, torch.device(device))) == {backend}
+    if device == "cpu" and not flags:
+        assert list(describe_attention(config)) == ["attention  auto: cpu_sparse in 2 of 2 layers, as measured on here"]
+
+
 def test_a_run_says_what_auto_takes_or_how_to_measure_it(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -52,6 +52,7 @@ for directory, tokens in json.loads(sys.argv[1]):
     with torch.no_grad():
         found.append([type(model).__name__, model(tokens).logits.tolist()])
     found[-1].append(model.generate(tokens, max_new_tokens=8, do_sample=False).tolist())
+    model.save_pretrained(directory + "-saved")
 print(json.dumps(found))
 """
 
@@ -145,10 +146,11 @@ def test_what_the_class_cannot_compute_is_refused_by_flags(kind, tmp_path, expor
 # --- The way back ---
 
 
+@pytest.mark.parametrize("by", ["", "-saved"])
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if "other heads" not in kind])
-def test_what_was_written_is_imported_again(kind, tmp_path, exported, tool):
+def test_what_was_written_or_saved_by_transformers_is_imported_again(kind, by, tmp_path, exported, loaded, tool):
     model = MODELS[kind][1]
-    code, _, errors = tool("import_hf", "--model", exported(kind), "--output", tmp_path / "again")
+    code, _, errors = tool("import_hf", "--model", f"{exported(kind)}{by}", "--output", tmp_path / "again")
     assert code == 0, errors
     step = find_step(tmp_path / "again")
     wanted, read = replace(model, heads=replace(model.heads, gate_width=0)), Config.load(step / "config.json").model
@@ -179,7 +181,10 @@ FOREIGN = {
     "a layer without a type": ("as it is", {"layer_types": None}, "a key is missing"),
     "a gate in attention": ("as it is", {"attn_output_gate": False}, "attn_output_gate False: has no counterpart"),
     "other positions": ("as it is", {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [4]}}, "rope_parameters"),
+    "dropout": ("as it is", {"attention_dropout": 0.1}, "attention_dropout 0.1: has no counterpart here"),
+    "experts in a class without": ("as it is", {"num_experts": 4}, "num_experts 4: has no counterpart here"),
     "biases": ("as it is", {"attention_bias": True}, "attention_bias True: can only be False"),
+    "logits of routers": ("laguna", {"output_router_logits": True}, "output_router_logits True: has no counterpart"),
     "experts": ("laguna", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types ['dense', 'sparse']"),
     "gates of features": ("laguna", {"gating": "per-element"}, "gating 'per-element': can only be 'per-head'"),
     "other heads": ("laguna", {"num_attention_heads_per_layer": [4, 2]}, "num_attention_heads_per_layer [4, 2]"),

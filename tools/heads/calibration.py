@@ -7,8 +7,8 @@ head i and x(t) the normalized input of the attention layer, of which w_i reads 
     W_O' = argmin sum over t |W_O' z(t) - W_O H(t)|^2 + ridge |W_O' - W_O|^2      z: the heads times their gates
 
 So the router selects the heads that would write most into the residual stream, and the selected heads make up for
-those that were left out. Subtracting a number from all scores of a token, or scaling them, keeps their order. They are
-therefore centred and scaled to the deviation SPREAD, so that gates begin near their usual values.
+those that were left out. Subtracting a number from all scores that compete for a token, or scaling them, keeps their
+order. They are therefore centred and scaled to the deviation SPREAD, so that gates begin near their usual values.
 
 Both are least squares (the second as in the reconstruction of pruned layers: Hubara et al. 2021, arXiv 2102.07557),
 which needs forward passes only: one layer and its sums are in memory at a time.
@@ -81,10 +81,12 @@ def attended(block, x):
 def routed_weights(layer, x, sizes):
     """Return rows [E, w] whose products with the channels x [s, b, w] of the router rank the routed experts by size.
 
-    layer: ``RoutedLayer``. sizes: norms of what each head writes, [s, b, h]; those of a group are added in quadrature.
+    layer: ``RoutedLayer``. sizes: norms of what each head writes, [s, b, h]; those selected together are added in
+    quadrature.
     """
     experts = sizes.unflatten(-1, (-1, layer.heads_per_expert)).norm(dim=-1)[..., layer.routed_numbers]
-    weight = regression(x, experts - experts.mean(-1, keepdim=True)).t()
+    experts = experts.unflatten(-1, (layer.groups, -1))  # those of a group compete
+    weight = regression(x, (experts - experts.mean(-1, keepdim=True)).flatten(-2)).t()
     return weight * (SPREAD / (x @ weight.t()).std().clamp_min(1e-12))
 
 

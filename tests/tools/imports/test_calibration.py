@@ -70,13 +70,19 @@ def test_the_output_projection_is_the_ridge_regression(imported, tokens, data_di
     torch.testing.assert_close(weight, expected.detach(), rtol=0, atol=1e-3 * expected.abs().max().item())
 
 
-def test_the_router_predicts_what_heads_would_write(imported, tokens, data_dir, tmp_path):
-    model = make_llama(tmp_path / "hf", num_key_value_heads=8)
-    _, found, order = calibrated(imported, tmp_path / "hf", data_dir, [*SIGMOID, "--gate-width", "40"])
+@pytest.mark.parametrize(
+    "keys, unit, routed", [(8, "head", [[2, 3, 4, 5, 6, 7]]), (2, "head_in_group", [[1, 2, 3], [5, 6, 7]])]
+)
+def test_the_router_predicts_what_heads_would_write(imported, tokens, data_dir, tmp_path, keys, unit, routed):
+    """routed: the heads that compete, by group."""
+    model = make_llama(tmp_path / "hf", num_key_value_heads=keys)
+    flags = [*SIGMOID, "--gate-width", "40", "--routing-unit", unit]
+    _, found, order = calibrated(imported, tmp_path / "hf", data_dir, flags)
     x, _, heads = first_layer(model, tokens)
     weight = model.model.layers[0].self_attn.o_proj.weight.unflatten(1, (8, 8))
-    sizes = torch.einsum("the,dhe->thd", heads, weight).norm(dim=-1)[:, order[2:]].double()
-    targets, x = sizes - sizes.mean(1, keepdim=True), x[:, :40].double()  # of 48 channels
+    sizes = torch.einsum("the,dhe->thd", heads, weight).norm(dim=-1)[:, order].double()
+    groups, x = [sizes[:, heads] for heads in routed], x[:, :40].double()  # of 48 channels
+    targets = torch.cat([group - group.mean(1, keepdim=True) for group in groups], dim=1)
     ridge = 0.01 * (x**2).sum(0).mean()
     rows = torch.cat([x, ridge.sqrt() * torch.eye(40, dtype=torch.double)])
     expected = torch.linalg.lstsq(rows, torch.cat([targets, targets.new_zeros(40, 6)])).solution

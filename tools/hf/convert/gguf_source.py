@@ -29,7 +29,7 @@ READ = (  # keys of an architecture that transformers reads, or that say nothing
 WIDTHS = ("attention.key_length", "attention.value_length")  # of a head; all of it is rotated
 NEUTRAL = ("none", 0, 1.0)  # values of other keys, such as scales and windows
 OTHERWISE = "import the model in Hugging Face form instead"
-# Names of rules by which byte-level tokenizers split text, as in llama.cpp: transformers applies GPT-2's rule to
+# Names of rules by which byte-level tokenizers split text, as llama.cpp knows them: transformers applies GPT-2's to
 # all that it does not know.
 LIKE_GPT2 = ("gpt-2", "jais", "mpt", "olmo", "phi-2")
 DIGITS_FIRST = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")  # then GPT-2's

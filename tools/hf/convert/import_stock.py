@@ -1,7 +1,8 @@
 """Reads gated models in classes of transformers, as written by ``export_hf --as``, under the trainer's names.
 
 config.json is read as that of a mixture whose heads are all shared. The keys that the class would write for this model
-must then equal those in the file. Everything that would change the model's function, such as a layer of linear
+must then equal those in the file. Others may only be those that transformers adds when it saves the model again and
+that have no effect on it. Everything that would change the model's function, such as a layer of linear
 attention, experts, or varying numbers of heads, is therefore refused by name.
 """
 
@@ -19,6 +20,7 @@ SILENT = (  # keys that do not affect the function, or that are checked separate
     "architectures", "model_type", "max_position_embeddings", "initializer_range", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "tokenizer_class", "torch_dtype", "dtype", "transformers_version",
 )  # fmt: skip
+OFF = ("attention_dropout", "output_router_logits")  # keys that have no effect if they are 0 or false
 KINDS = {kind.model_type: kind for kind in CLASSES.values()}
 
 
@@ -54,9 +56,11 @@ def read_stock(values, directory):
         for key, value in written.items()
         if values.get(key) != value
     ]
-    odd = sorted(key for key in values.keys() - written.keys() - {*SILENT} if values[key] is not None)
+    others = values.keys() - written.keys() - {*SILENT, *kind.inert}
+    odd = sorted(key for key in others if values[key] is not None and not (key in OFF and values[key] == 0))
     problems += [f"{key} {values[key]!r}: has no counterpart here" for key in odd]
-    raise_any([f"config.json: {problem}; only what export_hf --as has written can be read" for problem in problems])
+    readable = "only what export_hf --as has written can be read, as it is or saved again by transformers"
+    raise_any([f"config.json: {problem}; {readable}" for problem in problems])
     if kind.gates_features and gates_differ(StockSource(directory, stock)):
         for entry in keys.HEADS:
             plain.pop(entry.key, None)

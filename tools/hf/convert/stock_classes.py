@@ -24,11 +24,13 @@ QUERIES = "self_attn.q_proj.weight"
 class StockClass:
     """Weights by the names and in the shapes of a class of transformers. model: ``ModelConfig``.
 
-    name: of --as. routing: the form whose gates the class has, gates: their name in a sentence.
+    name: of --as. routing: the form whose gates the class has, gates: their name in a sentence. inert: keys that
+    ``save_pretrained`` adds to config.json, none of which matters to layers of the types in ``config()``.
     """
 
     name = model_type = architecture = routing = gates = None
     gates_features = False  # whether each feature has its own gate
+    inert = ()
 
     def __init__(self, model):
         self.model = model
@@ -70,6 +72,10 @@ class StockClass:
 class Qwen35(StockClass):
     name, model_type, architecture = "qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM"
     routing, gates, gates_features = "sigmoid", "sigmoids", True
+    inert = (
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads",
+    )  # fmt: skip
 
     def own_problems(self):
         alike = len(self.model.head_counts) == 1 and not self.model.head_dims
@@ -136,6 +142,11 @@ class Qwen35(StockClass):
 class Laguna(StockClass):
     name, model_type, architecture = "laguna", "laguna", "LagunaForCausalLM"
     routing, gates = "softplus", "softplus of scores"
+    inert = (
+        "sliding_window", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef",
+        "shared_expert_intermediate_size", "moe_routed_scaling_factor", "moe_apply_router_weight_on_input",
+        "moe_router_logit_softcapping",
+    )  # fmt: skip
 
     def __init__(self, model):
         super().__init__(model)
