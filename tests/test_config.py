@@ -135,6 +135,11 @@ def test_a_budget_is_refused_or_kept_to_half_a_step_of_one_layer(unit, heads, ke
             assert model_problems(sloped) or (active[-1] - active[0]) * slope > 0
 
 
+def test_a_slope_leaves_the_budget_of_a_single_layer_as_it_is():
+    flags = "--num-layers 1 --num-attention-heads 16 --head-budget 0.75 --head-budget-slope -0.4"
+    assert parse(*flags.split()).model.active_share() == 0.75
+
+
 def test_a_budget_with_one_of_its_parts_given_keeps_it():
     heads = parse(*"--num-layers 3 --num-attention-heads 8 --head-budget 0.75 --num-shared-heads 5".split()).model.heads
     assert (heads.num_shared_heads, heads.num_active_routed_heads) == ((5, 5, 5), (1, 1, 1))

@@ -69,7 +69,7 @@ def run(arguments):
         raise ConfigError([f"--output {arguments.output}: is not empty; give another directory"])
     step = find_step(arguments.model)
     training, model = load_model(step, arguments.weights)
-    config = training.model.after(read_json(step / "state.json")["step"])
+    config = training.model
     is_classifier = training.kind == "vit"
     if arguments.vae:
         check_vae(arguments.vae, is_classifier, config)

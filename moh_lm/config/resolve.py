@@ -139,7 +139,8 @@ def spread_budget(heads, numbers, group, shared, tp=1, cp=1):
     together = [heads_together(heads, number, group, tp, cp) for number in numbers]
     active, due = [], 0.0
     for layer, (number, (unit, _)) in enumerate(zip(numbers, together, strict=True)):
-        due += number * (heads.head_budget + heads.head_budget_slope * (layer / max(1, layers - 1) - 0.5))
+        place = layer / (layers - 1) - 0.5 if layers > 1 else 0
+        due += number * (heads.head_budget + heads.head_budget_slope * place)
         active.append(min(max(round((due - sum(active)) / unit) * unit, unit), number))
     if len({*numbers}) == 1:
         active.sort(reverse=heads.head_budget_slope < 0)

@@ -20,7 +20,7 @@ from moh_lm.flags import config_of, save_config
 from moh_lm.kernels.measured import machine
 from moh_lm.monitor.console import styled
 from moh_lm.run.loop import run_steps
-from moh_lm.run.resume import contradictions, refuse_resume, with_model_of_run
+from moh_lm.run.resume import contradictions, refuse_resume, tolerated, with_model_of_run
 from moh_lm.supervise.errors import report_errors, report_to_torchrun
 from moh_lm.supervise.processes import exit_process, log_rank0, refuse_foreign_launcher, start_process_group
 from moh_lm.supervise.rendezvous import RendezvousError, Unreachable, refuse
@@ -49,7 +49,8 @@ def run_task(given, task):
         refused = contradictions(config, dry_run)
         checked = with_model_of_run(config) if refused else config
         on_gpu = bool(given.device_name) or torch.cuda.is_available()
-        problems = task.problems(checked, world_size, on_gpu) + refused
+        older = tolerated(config)
+        problems = [text for text in task.problems(checked, world_size, on_gpu) if text not in older] + refused
         config, dataset = task.open_data(checked, problems, dry_run)
         if rank == 0 or not dry_run:  # not on several ranks, which would remove what others have just made
             make_run_directory(config.run.checkpoint_dir, keep=not dry_run)

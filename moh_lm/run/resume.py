@@ -25,6 +25,7 @@ from moh_lm.checkpoint.directory import (
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries, verify
 from moh_lm.checks.layout import uneven_batch
+from moh_lm.checks.model import spread_problems
 from moh_lm.config import NOT_STATIC, TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
@@ -261,6 +262,14 @@ def with_model_of_run(config):
     as a window for each of its layers, are then not reported as mistakes of the user."""
     model = newest_model(config.run.checkpoint_dir, type(config))[1] if config.run.checkpoint_dir else None
     return config if model is None else replace(config, model=model)
+
+
+def tolerated(config):
+    """Return sentences that refuse a new model, but not this run, which was begun before they did."""
+    if not isinstance(config, Config) or not config.run.checkpoint_dir:
+        return []
+    model = newest_model(config.run.checkpoint_dir)[1]
+    return spread_problems(model) if model else []
 
 
 def program_of(directory):

@@ -1,5 +1,6 @@
 """Loads an image model from a checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ MODELS = {"vit": (TransNeXt, Block), "dit": (DiT, DiTBlock)}  # models and their
 
 @torch.no_grad()
 def load_model(step, weights=None):
-    """Return the configuration of a step directory and its model, on the CPU, in fp32, for evaluation.
+    """Return the configuration of a step directory and its model, on the CPU, in fp32, for evaluation; both without
+    routers within the dense warm-up.
 
     weights: "master", "ema" for the moving average, or None for the average if there is one. Raises ConfigError.
     """
@@ -27,7 +29,8 @@ def load_model(step, weights=None):
     if weights == AVERAGE and not reader.averaged:
         raise ConfigError([f"--weights {weights}: {step} has no moving average; choose master"])
     averaged = reader.averaged if weights != "master" else ()
-    model = MODELS[kind.kind][0](config.model.after(read_json(Path(step) / "state.json")["step"])).eval()
+    config = replace(config, model=config.model.after(read_json(Path(step) / "state.json")["step"]))
+    model = MODELS[kind.kind][0](config.model).eval()
     for name, tensor in model.state_dict().items():
         reader.require(name, tensor.shape)
         tensor.copy_(reader.read(AVERAGE if name in averaged else "master", name))

@@ -211,6 +211,10 @@ def test_latents_need_an_autoencoder_or_stay_latents(tmp_path):
     make_run(tmp_path / "run", LATENT)
     assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export_latents")]) == 0
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "export_latents", trust_remote_code=True)
+    total = pipeline.scheduler.config.num_train_timesteps
+    for count in range(2, total + 1):
+        pipeline.set_timesteps(count, "cpu")
+        assert pipeline.scheduler.timesteps.tolist() == Diffusion(total, count).timesteps[::-1]
     assert pipeline([3], num_inference_steps=2, output_type="latent").images.shape == (1, 4, 8, 8)
     with pytest.raises(ValueError, match="latents of 4 channels, and no vae .*; load the pipeline with vae="):
         pipeline([3], num_inference_steps=2)

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -232,11 +233,13 @@ def test_names_of_classes_are_drawn_as_they_are_spelled(tool, images, tmp_path):
 
 def test_what_has_to_be_fixed_is_said(tool, images, tmp_path, monkeypatch):
     run, dense = write_run(tmp_path / "run", *vit()), write_run(tmp_path / "dense", *vit(DENSE))
+    warming = write_run(tmp_path / "warming", *vit(replace(BUDGET, dense_warmup_iters=5)))
     (tmp_path / "one" / "class").mkdir(parents=True)
     Image.new("L", (SIDE, SIDE)).save(tmp_path / "one" / "class" / "0.png")
     output = "--output", tmp_path / "heads"
     for arguments, words in [
         ((dense, "--images", images), "routes no heads, so every token uses all of them"),
+        ((warming, "--images", images), "routes no heads, so every token uses all of them"),
         ((run, "--images", tmp_path / "one"), "has 1 classes, but the model has 3"),
         ((run, "--images", images, "--classes", 1, 3), "--classes 3: must be below 3"),
         ((run, "--images", images, "--number", 2), "--number 2: must be at least 3, one image per class"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moh_lm import pretrain
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.data.files import read_json
@@ -206,6 +207,15 @@ def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path):
         (row,) = training_rows(tmp_path / selection)
         assert row["load_balance_loss"] == 0 and "heads" not in row
         assert not any(".router." in name for name in parameters(tmp_path / selection))
+
+
+def test_a_run_goes_on_with_a_budget_that_a_new_run_may_not_have(data_dir, tmp_path):
+    more = "--num-key-value-heads 4 --routing-unit head_in_group --head-budget 0.1 --train-iters 2"
+    flags = [arguments(data_dir, tmp_path / name, *more.split()) for name in ("run", "new")]
+    run_ranks(run, 1, flags[0], 1)
+    for given, code in zip(flags, (0, 2), strict=True):
+        with pytest.raises(SystemExit, match=str(code)):
+            pretrain.main([*given, "--dry-run"])
 
 
 def test_gates_far_from_one_are_refused_before_a_run(data_dir, tmp_path):

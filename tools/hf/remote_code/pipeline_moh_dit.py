@@ -6,8 +6,9 @@
 Guidance acts on all channels of the noise. The log variance is that of the class.
 """
 
+import numpy as np
 import torch
-from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers import DDPMScheduler, DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 
 
@@ -41,7 +42,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         if latents is None:
             shape = len(labels), config.in_channels, config.input_size, config.input_size
             latents = randn_tensor(shape, generator=generator, device=device)
-        self.scheduler.set_timesteps(num_inference_steps, device=device)
+        self.set_timesteps(num_inference_steps, device)
         self.check_order()
         for step in self.progress_bar(self.scheduler.timesteps):
             output = self.predict(latents, step, labels, guidance_scale)
@@ -53,6 +54,17 @@ class MoHDiTPipeline(DiffusionPipeline):
             latents = self.vae.decode(latents.to(self.vae.dtype)).sample
         images = (latents.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
         return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)
+
+    def set_timesteps(self, count, device):
+        """Choose ``count`` steps as DiT's code does, which rounds other halves up than a DDPMScheduler."""
+        scheduler = self.scheduler
+        last = scheduler.config.num_train_timesteps - 1
+        spaced = getattr(scheduler.config, "timestep_spacing", None) == "linspace"
+        if isinstance(scheduler, DDPMScheduler) and spaced and 1 < count <= last + 1:
+            steps = np.append(0.0, np.full(count - 1, last / (count - 1))).cumsum().round().astype(int)
+            scheduler.set_timesteps(timesteps=steps[::-1].tolist(), device=device)
+        else:
+            scheduler.set_timesteps(count, device=device)
 
     def check_order(self):
         """Raise ValueError if the scheduler takes a step that is not in its list for the next one: the DDPMScheduler
