@@ -11,17 +11,18 @@ import importlib
 import pkgutil
 import sys
 
+from moh_lm.cli.command import absent_package
 from moh_lm.cli.output import open_closed_streams
 from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.flags import changes, make_parser, parse_flags
 from moh_lm.supervise.errors import launch_problems, number_problems, on_several_machines, report_errors
 
 
-def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
+def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT", extra=None):
     """Run the training command of a task, and exit.
 
     arguments: by default those of the command line. config_type: the configuration class of the task. task:
-    where the ``Task`` is, since it takes seconds to import.
+    where the ``Task`` is, since it takes seconds to import. extra: that of setup.py with the packages it needs.
     """
     open_closed_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -33,12 +34,13 @@ def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
         raise_any(launch_problems())
         given = parse_flags(make_parser(config_type), arguments, config_type)
         given.changes = functools.partial(changes, arguments, config_type)
-        program = importlib.import_module("moh_lm.run.program")
-    except ConfigError as error:
-        report_errors(error.problems, program=config_type.program)
+        program, of_task = importlib.import_module("moh_lm.run.program"), pkgutil.resolve_name(task)
+    except (ConfigError, ModuleNotFoundError) as error:
+        problems = error.problems if isinstance(error, ConfigError) else [absent_package(error, extra)]
+        report_errors(problems, program=config_type.program)
         refuse_start()
         sys.exit(2)
-    program.main(given, pkgutil.resolve_name(task))
+    program.main(given, of_task)
 
 
 def refuse_start():

@@ -105,7 +105,7 @@ def rank_layouts(config, machine):
 
 def legal_variants(config, machine):
     """Yield ``config`` in every layout that the trainer accepts on the machine's GPUs."""
-    from moh_lm.checks.layout import layout_problems
+    from moh_lm.checks.layout import context_problems, layout_problems, tensor_problems
     from moh_lm.checks.model import model_problems
     from moh_lm.checks.run import frozen_problems, graph_problems, projection_problems, split_problems
 
@@ -114,8 +114,11 @@ def legal_variants(config, machine):
     for degrees in product(divisors, repeat=3):
         if gpus % prod(degrees) == 0:
             spread = with_degrees(config, dict(zip(DEGREES, degrees, strict=True)), machine.values)
+            tp, cp = spread.parallel.tensor_parallel_size, spread.parallel.context_parallel_size
             if model_problems(spread.model) or split_problems(spread) or frozen_problems(spread):
                 continue
+            if tensor_problems(spread.model, tp) or context_problems(spread.model, tp, cp):
+                continue  # whatever the rest of the layout
             sizes = [2**n for n in range(7) if 2**n <= config.run.global_batch_size]
             for zero, micro_batch, recompute in product((1, 2, 3), sizes, (False, True)):
                 parallel = replace(spread.parallel, zero_stage=zero)

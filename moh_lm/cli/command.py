@@ -80,9 +80,7 @@ def run_command(
         print("\n".join(f"{name}: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if extra is None or error.name.startswith(OURS):
-            raise
-        print(f"{name}: the package {error.name} is not installed: pip install -e '.[{extra}]'", file=sys.stderr)
+        print(f"{name}: {absent_package(error, extra)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)
@@ -92,6 +90,17 @@ def run_command(
         remedy = "; allow it, or give another path" if is_forbidden else ""
         print(f"{name}: {reason(error)}{remedy}{remark}", file=sys.stderr)
         return 2 if is_forbidden else code
+
+
+def absent_package(error, extra=None):
+    """Return a sentence about the package that a ModuleNotFoundError names; raises it again for a module of ours.
+
+    extra: the extra of setup.py that has it; by default every installation has it.
+    """
+    if error.name is None or error.name.startswith(OURS):
+        raise error
+    remedy = f"pip install -e '.[{extra}]'" if extra else "source .venv/bin/activate, or pip install -e ."
+    return f"the package {error.name} is not installed: {remedy}"
 
 
 def import_problems():

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from moh_lm.checks import config_problems
 from moh_lm.config import BUDGETS
 from moh_lm.kernels.choose import head_time
 
 
-def attention_times(config, world_size, on_gpu=None):
+def attention_times(config, problems):
     """Return {words: ``attention_time``} of a run as it is, and with each change of its heads that would save more.
 
-    config: ``Config`` of a mixture. Changes that ``config_problems`` refuses are left out. on_gpu: see there.
+    config: ``Config`` of a mixture. problems: function of a changed ``Config`` that returns why it is refused, [] if it
+    is not; refused changes are left out.
     """
     model, now = config.model, attention_time(config.model)
     spread = {**dict.fromkeys(BUDGETS, ()), "head_budget_slope": 0.0}
@@ -23,7 +23,7 @@ def attention_times(config, world_size, on_gpu=None):
     for words, fields in changes.items():
         other = replace(config, model=replace(model, heads=replace(model.heads, **fields)))
         found = attention_time(other.model)
-        if found < now and not config_problems(other, world_size, on_gpu):
+        if found < now and not problems(other):
             times[f"with {words}"] = found
     return times
 

@@ -103,6 +103,7 @@ def stage_memory(config, world_size):
     return found
 
 
+@functools.lru_cache(maxsize=64)
 def exchanged(model, tp, cp):
     """Return ``model`` with the key/value heads that the ranks hold together when they share sequences."""
     if cp == 1:

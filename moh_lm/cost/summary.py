@@ -20,9 +20,9 @@ from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
 LARGEST_GPU = 288 * 2**30  # bytes of memory
 
 
-def describe_run(config, dataset, world_size, device=None):
-    """Return the lines that describe a run, from its model to its time. dataset: None if there is no data yet. device:
-    the target ``Device``, by default that of this machine."""
+def describe_run(config, dataset, world_size, problems, device=None):
+    """Return the lines that describe a run, from its model to its time. dataset: None if there is no data yet.
+    problems: see ``attention_times``. device: the target ``Device``, by default that of this machine."""
     lines = [
         *describe_model(config.model),
         *describe_warmup(config),
@@ -34,7 +34,7 @@ def describe_run(config, dataset, world_size, device=None):
         f"cache      {describe_cache(config.model, config.run.seq_length, 2 if config.run.precision == 'bf16' else 4)}",
         f"FLOPs      {describe_flops(config)}",
         f"time       {describe_time(config, world_size, device)}",
-        *describe_gain(config, world_size, device),
+        *describe_gain(config, problems, device),
     ]
     return list(map(wrapped, lines))
 
@@ -244,7 +244,7 @@ def known_peak(run, device):
     return peak_flops(run, this_device(run)[0])
 
 
-def describe_gain(config, world_size, device=None):
+def describe_gain(config, problems, device=None):
     """Say what the mixture saves or costs at this length, cite the source, and say what would save more."""
     model, run, peak = config.model, config.run, known_peak(config.run, device)
     if not model.routed_layers():
@@ -260,7 +260,7 @@ def describe_gain(config, world_size, device=None):
     if not peak:
         return
     there, router = Machine(1, peak / 1e12), FUSED_ROUTER if run.fused_router else 1
-    cases = attention_times(config, world_size, on_gpu=True if device else None)
+    cases = attention_times(config, problems)
     times = [f"{against_dense(model, length, there, time, router):.2f} {case}" for case, time in cases.items()]
     yield (
         f"MoH        a step of {length:,} tokens over a dense one takes about {listing(times)}; estimated from layers "

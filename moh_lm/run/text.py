@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import torch.distributed as dist
 
@@ -102,6 +103,11 @@ def warnings(config, dataset, world_size, device=None):
     return [*plan_warnings(config, dataset), *memory_warnings(config, world_size, device)]
 
 
+def describe(config, dataset, world_size, device=None):
+    problems = partial(config_problems, world_size=world_size, on_gpu=True if device else None)
+    return describe_run(config, dataset, world_size, problems, device)
+
+
 def budget_problems(config, saved, before):
     """Return a sentence if a budget in tokens would count all samples with the current --seq-length."""
     run, consumed = config.run, saved["consumed_samples"]
@@ -122,7 +128,7 @@ TEXT = Task(
     config_type=Config,
     problems=config_problems,
     open_data=open_data,
-    describe=describe_run,
+    describe=describe,
     parameters=lambda config: parameter_counts(config.model)["total"],
     make_engine=make_engine,
     make_loader=make_loader,

@@ -20,7 +20,7 @@ def main():
     if name not in KINDS:
         print(__doc__ if name in ("-h", "--help") else f"moh_lm.vision {name}: give vit or dit first".strip())
         sys.exit(0 if name in ("-h", "--help") else 2)
-    pretrain.main(arguments, KINDS[name], f"moh_lm.vision.task:{name.upper()}")
+    pretrain.main(arguments, KINDS[name], f"moh_lm.vision.task:{name.upper()}", "vision")
 
 
 if __name__ == "__main__":

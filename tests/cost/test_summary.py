@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -147,10 +148,11 @@ def test_a_dry_run_says_what_was_measured_on_this_machine(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     sizes = "--seq-length 2048 --batch-tokens 2048 --precision fp32"
     config = parse_config([*SCRIPT.split(), *PLAN, *sizes.split()])[0]
-    (line,) = describe_gain(config, 1)
+    (line,) = describe_gain(config, partial(config_problems, world_size=1))
     assert "an attention layer of 2,048 tokens takes 0.91 of" in line and "measured on AMD EPYC" in line
     in_groups = parse_config([*SCRIPT.split(), *PLAN, *sizes.split(), *IN_GROUPS.split()])[0]
-    assert [*describe_gain(in_groups, 1)] == []  # heads that tokens choose among all were measured
+    problems = partial(config_problems, world_size=1)
+    assert [*describe_gain(in_groups, problems)] == []  # heads that tokens choose among all were measured
 
 
 IN_GROUPS = "--num-key-value-heads 4 --routing-unit head_in_group --num-shared-heads 0 --num-active-routed-heads 4"
@@ -171,7 +173,7 @@ def test_only_what_this_run_could_take_is_said_to_save_more(flags, listed, monke
     given = [*SCRIPT.split(), "--data-dir", "data", "--checkpoint-dir", "run", *PLAN, *flags.split()]
     config, world = parse_config([*given, "--peak-tflops", "1"])[0], 4
     assert config_problems(config, world) == []
-    (line,) = describe_gain(config, world)
+    (line,) = describe_gain(config, partial(config_problems, world_size=world))
     share = config.model.active_share()
     changes = {
         QUARTER: "--num-shared-heads 0 --head-budget 0.25",

@@ -143,9 +143,10 @@ def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
     record = RunRecord(tmp_path / "run")
     skipped = [event["step"] for event in record.standing_events() if event["event"] == "skipped"]
     assert skipped == [305, 950, 951]
-    rows = tables.event_rows(record.events)[-3:]
+    rows = tables.event_rows(record.told_events())[-3:]
     assert [row[:3] for row in rows] == [("t901", 901, "skipped"), ("t900", 900, "resumed"), ("t950", 950, "skipped")]
-    assert rows[2][3].startswith("2 steps up to step 951; the last: ")
+    assert rows[0][3].startswith("2 steps up to step 990; the last: ") and "undone: by a later start" in rows[0][3]
+    assert rows[2][3].startswith("2 steps up to step 951; the last: ") and "undone" not in rows[2][3]
 
 
 def test_a_setting_that_a_killed_start_tried_is_not_shown_as_the_runs(runs, tmp_path):
@@ -160,10 +161,11 @@ def test_a_setting_that_a_killed_start_tried_is_not_shown_as_the_runs(runs, tmp_
             for event, more in (*change, ("resumed", {}), ("started", facts)):
                 file.write(json.dumps({"time": "t", "event": event, "step": step, **more}) + "\n")
     record = RunRecord(tmp_path / "run")
-    for found in (record.standing_events(), record.told_events()):
-        changed = [event["changes"] for event in found if event["event"] == "training changed"]
-        assert changed[-2:] == [kept, starts[-1][1]] and tried not in changed
-    assert [event["event"] for event in record.told_events()].count("resumed") >= 4
+    changed = [event["changes"] for event in record.standing_events() if event["event"] == "training changed"]
+    assert changed[-2:] == [kept, starts[-1][1]] and tried not in changed
+    rows = [row[3] for row in tables.event_rows(record.told_events()) if row[2] == "training changed"]
+    assert ["0.5" in row for row in rows[-3:]] == ["undone: by a later start" in row for row in rows[-3:]]
+    assert "0.5" in rows[-3]
 
 
 def test_damage_that_a_resume_found_is_marked(runs, tmp_path):

@@ -1,8 +1,10 @@
 """How a rank joins the others."""
 
+import importlib
 import os
 import resource
 import socket
+import sys
 
 import pytest
 import torch
@@ -126,6 +128,18 @@ def test_what_a_launcher_did_not_write_is_named(found, said, monkeypatch, capsys
         pretrain.main(["--dry-run"])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"moh_lm.pretrain: {said}")
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
+    """As where the environment of the checkout is not active."""
+    monkeypatch.setitem(sys.modules, "moh_lm.run.text", None)
+    with pytest.raises(ModuleNotFoundError):
+        pretrain.main(["--dry-run"])
+    monkeypatch.setattr(pretrain.pkgutil, "resolve_name", lambda _: importlib.import_module("no_such_package"))
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main(["--dry-run"])
+    said = "moh_lm.pretrain: the package no_such_package is not installed: source .venv/bin/activate, or pip install -e"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(said)
 
 
 def test_a_wrong_variable_is_named_once_per_node(monkeypatch, capsys):

@@ -135,9 +135,9 @@ class RunRecord:
         return standing[::-1]
 
     def told_events(self):
-        """Return the events, without changes of settings that a later start undid."""
-        standing = {id(event) for event in self.standing_events()}
-        return [event for event in self.events if event["event"] not in CHANGES or id(event) in standing]
+        """Return all events; those that a later start undid say so."""
+        standing, undone = {id(event) for event in self.standing_events()}, {"undone": "by a later start"}
+        return [event if id(event) in standing else event | undone for event in self.events]
 
     def command(self):
         """Return the flags that differ from the defaults, as one would type them."""
@@ -145,7 +145,8 @@ class RunRecord:
         for section, entry in walk(self.config):
             value = getattr(section, entry.name)
             if value not in (entry.default, list(entry.default) if isinstance(entry.default, tuple) else None):
-                words.append(f"{flag(entry.name)} {written(value, shlex.quote)}")
+                joint = "=" if written(value).startswith("--") else " "  # else it would be read as a flag
+                words.append(f"{flag(entry.name)}{joint}{written(value, shlex.quote)}")
         return " \\\n  ".join(words)
 
 

@@ -125,7 +125,7 @@ def event_rows(events, most=MOST_EVENTS):
     Consecutive skipped steps share a row, and so do other events of a kind if there are more than a few.
     """
     found = []
-    for (name, _), alike in groupby(events, lambda event: (event["event"], event.get("alarm"))):
+    for (name, *_), alike in groupby(events, lambda event: (event["event"], event.get("alarm"), "undone" in event)):
         same = list(alike)
         joined = len(same) > (1 if name == "skipped" else MOST_ALIKE)
         found += [same] if joined else [[event] for event in same]
