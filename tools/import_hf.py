@@ -117,8 +117,9 @@ def import_model(arguments, name, given):
     num_tokens = tokens_of(arguments.model, old, old_vocab_size) if arguments.extend_vocab else old_vocab_size
     kept = num_tokens if new else old_vocab_size  # new tokens take the rows that pad the old vocabulary
     is_compared = not arguments.old_tokenizer and (arguments.model / "tokenizer.json").is_file()  # by find_tokenizers
-    spell = old, new, num_tokens, vocab_size, is_compared
-    pieces = spelled(*spell) if old and new and vocab_size > kept else {}
+    grows = vocab_size > kept
+    spell = old, new, num_tokens, vocab_size, is_compared or not grows
+    pieces = spelled(*spell) if old and new and (grows or arguments.tokenizer) else {}
     length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
     tokens, origin = find_sample(arguments, config, values, old_vocab_size, min(length, 2048), old)
     if tokens is None and arguments.calibrate:

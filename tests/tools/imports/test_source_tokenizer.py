@@ -269,6 +269,15 @@ def turn_end(pieces):
     return pieces.token_to_id("<|end|>")
 
 
+def test_an_import_says_that_nothing_tells_whether_texts_begin_with_bos(tool, tmp_path):
+    make_llama(tmp_path / "hf", vocab_size=278, bos_token_id=1, eos_token_id=2)
+    small_model(tmp_path / "hf" / "tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278)
+    for settings in ({}, {"add_bos_token": False}):
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **settings}))
+        _, text, _ = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run", "--dry-run")
+        assert ("does not say whether texts begin with <s>" in text) == (not settings)
+
+
 def test_an_import_says_that_it_leaves_code_out(tool, tmp_path):
     chat_model(tmp_path / "hf")
     given = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run", "--dry-run")

@@ -184,10 +184,39 @@ def test_rows_of_tokens_that_a_tokenizer_json_adds_are_kept(imported, tool, tmp_
     proto.pieces.add(piece="dogs", score=-999)
     Path(longer).write_bytes(proto.SerializeToString())
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend, longer)
-    named = f"{longer}: id 278 is 'dogs' and in {tmp_path}/hf/tokenizer.json it is '<|start|>'; extend tokenizer.json"
+    named = f"{longer}: id 278 is 'dogs' and in {tmp_path}/hf it is '<|start|>'; extend the tokenizer of that directory"
     assert code == 2 and named in errors
+    added = tokenizer.added_tokens_decoder
+    forms = {  # those of transformers 4 without a tokenizer.json
+        "added_tokens.json": {str(added[index]): index for index in (278, 279)},
+        "tokenizer_config.json": {"added_tokens_decoder": {278: {"content": "<|start|>"}, 279: {"content": "<|end|>"}}},
+    }
+    for name, content in forms.items():
+        for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *forms):
+            (tmp_path / "hf" / file).unlink(missing_ok=True)
+        (tmp_path / "hf" / name).write_text(json.dumps(content))
+        code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend, longer)
+        assert code == 2 and named in errors, name
+        output = f"without-{name}"
+        found = dict(full_parameters(find_step(imported(tmp_path / "hf", "--extend-vocab", "320", output=output))))
+        before = model.state_dict()["lm_head.weight"]
+        assert torch.equal(found["lm_head.weight"][:280], before[:280]), name
     make_llama(tmp_path / "hf", vocab_size=278)  # the model has no rows for the added tokens
     assert tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "fits", *extend, longer)[0] == 0
+
+
+def test_a_tokenizer_whose_ids_mean_other_pieces_is_refused_without_new_rows(tool, tmp_path):
+    own = small_model(tmp_path / "own", ["a cat and a dog", "the cat sat"] * 20, 278)
+    make_llama(tmp_path / "hf", vocab_size=278)
+    shutil.copy(own, tmp_path / "hf" / "tokenizer.model")
+    proto = read_model(own)
+    first, last = proto.pieces[276].piece, proto.pieces[277].piece
+    proto.pieces[276].piece, proto.pieces[277].piece = last, first
+    (tmp_path / "other.model").write_bytes(proto.SerializeToString())
+    flags = ("--model", tmp_path / "hf", "--output", tmp_path / "run", "--dry-run", "--tokenizer")
+    code, _, errors = tool("import_hf", *flags, tmp_path / "other.model")
+    assert code == 2 and f"id 276 is {last!r} and in {tmp_path}/hf/tokenizer.model it is {first!r}" in errors
+    assert tool("import_hf", *flags, own)[0] == 0
 
 
 def test_an_old_tokenizer_that_is_none_is_refused(tool, tmp_path):

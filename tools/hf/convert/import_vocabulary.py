@@ -24,7 +24,7 @@ from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, flag
 from moh_lm.config.fields import fits
 from moh_lm.data.files import read_json
-from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel
+from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, optional_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import model_files
@@ -98,9 +98,9 @@ def size_of(path):
 def tokens_of(directory, old, vocab_size):
     """Return how many of the ``vocab_size`` rows are tokens of the model in ``directory``; all if nothing can be read.
 
-    old: path of its tokenizer.model, or None. A tokenizer.json beside it may have more.
+    old: path of its tokenizer.model, or None. Files beside it may have more.
     """
-    sizes, own = [], directory / TOKENIZER_FILES[1]
+    sizes, own = [index + 1 for index in added_tokens(directory)], directory / TOKENIZER_FILES[1]
     for path in filter(None, (old, own if own.is_file() else None)):
         with suppress(ConfigError):
             sizes.append(size_of(path))
@@ -111,7 +111,7 @@ def spelled(old, new, num_tokens, vocab_size, is_compared=False):
     """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``.
 
     Raises ConfigError unless all ids of ``old`` mean the same in ``new``. is_compared: the ids of Hugging Face's form
-    were compared with the model's in that form. Then there is no spelling in it, {}.
+    were compared with the model's in that form, or need not be. Then there is no spelling in it, {}.
     """
     old, new = (next(iter(model_files(path).values())) for path in (old, new))
     if ".json" in (old.suffix, new.suffix):
@@ -176,31 +176,45 @@ def pieces_by_id(file):
     return {index: piece for piece, index in vocabulary.items()}
 
 
-def refuse_other_pieces(own, new, old, rows):
-    """Raise ConfigError if ``new`` has other pieces at ids of the source's tokenizer.json, the file ``own``, that have
-    one of the model's ``rows``.
+def added_tokens(directory):
+    """Return {id: text} of the tokens that files of Hugging Face add to the pieces of a tokenizer. Raises ConfigError.
+
+    Those of transformers 4 without a tokenizer.json are in added_tokens.json, or in tokenizer_config.json."""
+    path = directory / TOKENIZER_FILES[1]
+    try:
+        found = {token["id"]: token["content"] for token in optional_json(path).get("added_tokens", [])}
+        path = directory / TOKENIZER_FILES[2]
+        for index, token in optional_json(path).get("added_tokens_decoder", {}).items():
+            found.setdefault(int(index), token["content"])
+        path = directory / "added_tokens.json"
+        for text, index in optional_json(path).items():
+            found.setdefault(int(index), text)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); fix it, or delete it"]) from error
+    return found
+
+
+def refuse_other_pieces(directory, new, old, rows):
+    """Raise ConfigError if ``new`` has other pieces at ids of the source's tokenizer in Hugging Face form that have one
+    of the model's ``rows``.
 
     Names of added tokens may change. old: the source's tokenizer.model, with which ``spelled`` compares, or None.
     """
-    remedy = MADE
-    try:
-        before = {token["id"]: token["content"] for token in read_json(own).get("added_tokens", [])}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError([f"{own}: cannot be read ({error}); fix it, or delete it"]) from error
+    remedy, before, own = MADE, added_tokens(directory), directory / TOKENIZER_FILES[1]
     file = next(iter(model_files(new).values()))
     if file.suffix == ".json":
-        before, now = pieces_by_id(own) | before, pieces_by_id(file)
+        before, now = (pieces_by_id(own) if own.is_file() else {}) | before, pieces_by_id(file)
     else:
-        first = size_of(old) if old else 0
+        first = size_of(old) if old and before else 0
         before = {index: text for index, text in before.items() if index >= first}
-        remedy = f"extend {own.name} by add_tokens of transformers, and give that directory"
+        remedy = "extend the tokenizer of that directory by add_tokens of transformers, and give the result"
         if is_tiktoken(file):
             now = {rank: token.decode(errors="replace") for token, rank in read_ranks(file)[0].items()}
         else:
             pieces = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes()).pieces
             now = {index: piece.piece for index, piece in enumerate(pieces)}
     shared = {index: before[index] for index in sorted(before.keys() & now.keys()) if index < rows}
-    refuse_other_ids(own, new, shared, now, remedy)
+    refuse_other_ids(directory, new, shared, now, remedy)
 
 
 def find_tokenizers(arguments, rows, vocab_size):
@@ -216,9 +230,9 @@ def find_tokenizers(arguments, rows, vocab_size):
     given = [flag(name) for name in ("tokenizer", "old_tokenizer") if getattr(arguments, name)]
     named = given[0] if given else "tokenizer of the model,"
     if new:
-        contents, own = read_tokenizer(new, vocab_size, named), arguments.model / TOKENIZER_FILES[1]
-        if own.is_file() and arguments.tokenizer:
-            refuse_other_pieces(own, new, old, rows)
+        contents = read_tokenizer(new, vocab_size, named)
+        if arguments.tokenizer:
+            refuse_other_pieces(arguments.model, new, old, rows)
         return old, new, contents
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
     return old, new, {path.name: kept_bytes(path) for path in kept}

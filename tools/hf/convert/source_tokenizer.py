@@ -80,6 +80,9 @@ def settings_of(directory, model, ids):
         raise ConfigError([f"{directory}: has a tokenizer that cannot be read ({error}); {remedy}"]) from error
     if model is None and not pieces and not config:
         return {}
+    if config and not pieces and "add_bos_token" not in config and tokens.get("bos"):
+        unsaid = f"note: {directory} does not say whether texts begin with {tokens['bos']}"
+        print(f"{unsaid}, as in transformers 4, or not; write add_bos_token into tokenizer_config.json", flush=True)
     special, others = ({text: index for text, (index, of) in added.items() if of == kind} for kind in (True, False))
     found = {"tokens": {name: text for name, text in tokens.items() if text}, "special": special, "begins": begins}
     if chat:  # markers of its template; other texts are encoded as in training
