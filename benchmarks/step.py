@@ -149,8 +149,8 @@ def make(name, arguments, length, device):
     else:
         share = config.active_heads(0) / config.num_attention_heads
         queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
-        asked = "groups" if config.chooses_in_groups else arguments.backend
-        chosen = choose_backend(asked, device, dtype, queries, share, compiled="compiled" in ways)
+        facts = {"compiled": "compiled" in ways, "in_groups": config.chooses_in_groups}
+        chosen = choose_backend(arguments.backend, device, dtype, queries, share, **facts)
         fused = dict.fromkeys(("fused_loss", "fused_router"), "fused" in ways)
         model = drawn(config, device, backends=chosen, fused_projections="joined" in ways, **fused)
         loss_of = our_loss

@@ -22,7 +22,7 @@ import pyarrow.parquet
 
 from data_prep.containers import BESIDE, BYTE_ORDER_MARK, LONGEST, READ, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
-from data_prep.storage import open_file, state_of
+from data_prep.storage import is_remote, open_file, state_of
 from data_prep.tables import arrow_batches, parquet_batches, without_lists
 from moh_lm.parsing import BeyondLimits, parse_json
 
@@ -50,6 +50,7 @@ class Piece:
     end: int
     num_bytes: int  # of this part, for progress and for the size of units
     source: str = ""  # of a file that mixes sources, the one that this piece is read for
+    version: str = ""  # hash of the sample and the etag of a remote file, which names its units
 
     @property
     def origin(self) -> str:
@@ -73,11 +74,13 @@ def inspect_file(path: str, name: str) -> Piece:
     with reading(path), open_file(path, READ) as file:
         head = file.read(SAMPLE)
         file.seek(max(len(head), size - SAMPLE))
-        sample = sha256(head + file.read(SAMPLE)).hexdigest()
+        ends = head + file.read(SAMPLE)
+        sample = sha256(ends).hexdigest()
+        version = sha256(ends + written.encode()).hexdigest() if is_remote(path) else ""
         file.seek(0)
         container, form = sniff(file, name)
         end = pyarrow.parquet.read_metadata(file).num_row_groups if container == "parquet" else size
-    return Piece(path, name, size, written, sample, container, form, 0, end, size)
+    return Piece(path, name, size, written, sample, container, form, 0, end, size, version=version)
 
 
 def documents(piece: Piece, text_key: str) -> Iterator[Document]:

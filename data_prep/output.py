@@ -17,12 +17,12 @@ from pathlib import Path
 from data_prep.documents import STDIN, STREAM
 from data_prep.encoding import Tokenizer
 from data_prep.inputs import LEFT_OUT, Source, same_content
-from data_prep.storage import exists, has_size, is_remote
+from data_prep.storage import exists, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, publish, read_json
 from moh_lm.data.reader import open_shard, read_sidecar
-from moh_lm.data.shards import REPLACING, TOKENIZER_FILES
+from moh_lm.data.shards import REPLACED, REPLACING, TOKENIZER_FILES, read_note
 from moh_lm.parsing import parse_json
 from moh_lm.units import listing
 
@@ -84,15 +84,18 @@ def replaced_shards(
     planned = {(unit.source, unit.name) for unit in units}
     inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}
     streamed = {name for name, source in sources.items() if any(piece.name == STDIN for piece in source.pieces)}
-    contents = {(name, piece.size, piece.sample): piece for name, source in sources.items() for piece in source.pieces}
+    contents = {  # shards made before 2026-11-28 record the version of a remote file
+        (name, piece.size, known): piece
+        for name, source in sources.items() for piece in source.pieces for known in (piece.version, piece.sample)
+    }  # fmt: skip
 
     @cache
     def input_of(source, path, size, sample):
         piece = contents.get((source, size, sample)) if size else None
         if (source, path) in inputs or piece is None:
             return path if (source, path) in inputs else None
-        same = not has_size(path, size) or same_content(piece, replace(piece, path=path))
-        return piece.origin if same else None
+        unchanged = os.path.isfile(path) and os.path.getsize(path) == size
+        return piece.origin if not unchanged or same_content(piece, replace(piece, path=path)) else None
 
     replaced = []
     for path in sorted(output.glob("[!.]*/*.json")):
@@ -143,6 +146,7 @@ def describe_tokenizer(facts: dict) -> str:
 def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]:
     """Return the sidecars in ``shards`` with an input that a finished unit of their source also has."""
     made = {(unit.source, piece["size"], piece["sample"]) for unit in finished for piece in finished[unit]["inputs"]}
+    made |= {(unit.source, piece.size, piece.version) for unit in finished for piece in unit.pieces}
     return [
         path
         for path in shards
@@ -152,17 +156,18 @@ def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]
 
 def noted_shards(output: Path, sources: Iterable[str]) -> list[Path]:
     """The sidecars that the notes of ``sources`` name. Their text is also in other shards, or soon will be."""
-    notes = [note for name in sources if (note := output / name / REPLACING).exists()]
-    return [note.parent / line for note in notes for line in note.read_text().splitlines()]
+    return [path for name in sources for path in read_note(output / name / REPLACING)]
 
 
-def note_shards(output: Path, sources: Iterable[str], sidecars: Iterable[Path]):
-    """Write such notes about those of ``sidecars`` that exist. A manifest is refused until they are gone."""
+def note_shards(output: Path, sources: Iterable[str], sidecars: Iterable[Path], replaced: Iterable[Path] = ()):
+    """Write such notes about those of ``sidecars`` that exist. A manifest is refused until they are gone, but for those
+    that are ``replaced``: others have all of their text, and it leaves them out."""
     for name in sources:
         note = output / name / REPLACING
-        left = sorted(path.name for path in sidecars if path.parent.name == name and path.exists())
+        left = sorted(path for path in sidecars if path.parent.name == name and path.exists())
         if left:
-            publish(note, "".join(f"{line}\n" for line in left).encode())
+            lines = [f"{path.name}{REPLACED if path in replaced else ''}\n" for path in left]
+            publish(note, "".join(lines).encode())
         else:
             note.unlink(missing_ok=True)
 

@@ -101,13 +101,6 @@ def exists(path: str) -> bool:
     return False
 
 
-def has_size(path: str, size: int) -> bool:
-    """Return whether there is a file of ``size`` bytes at a path or URL; true if a server does not answer."""
-    with suppress(OSError):
-        return exists(path) and state_of(path)[0] == size
-    return True
-
-
 def state_of(path: str) -> tuple[int, int | str]:
     """Return (bytes, time of the last change in ns, or an etag that identifies a remote version). Raises OSError."""
     if not is_remote(path):

@@ -85,7 +85,8 @@ def fill(
     replaced = [path for path in replaced if path.parent.name not in incomplete]
     nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     unsettled = data_directory.not_planned(noted, units) | {path for path in noted if path.parent.name in incomplete}
-    data_directory.note_shards(output, sources, {*doubled, *unsettled, *replaced})
+    leaving = [*replaced, *nothing]
+    data_directory.note_shards(output, sources, {*doubled, *unsettled, *leaving}, leaving)
     try:
         if doubled:
             raise ShardError(
@@ -94,11 +95,11 @@ def fill(
                 "leave them out"
             )
         with told("writing the manifest"):
-            manifest = write_manifest(output, leaving=[*replaced, *nothing])
+            manifest = write_manifest(output, leaving)
     except ShardError as error:
         failures[""].append(str(error))
     else:
-        for path in replaced + nothing:
+        for path in leaving:
             path.unlink()  # the sidecar; the sweep removes files without one
         data_directory.note_shards(output, sources, [])
         print_others(manifest, [name for name in sources if name not in incomplete], units)

@@ -21,7 +21,6 @@ from itertools import pairwise
 from data_prep.containers import InputError
 from data_prep.documents import STDIN, Piece
 from data_prep.inputs import Source, named_source
-from data_prep.storage import is_remote
 from data_prep.tables import row_group_bytes
 from moh_lm.config import ConfigError
 
@@ -176,13 +175,11 @@ def split(piece: Piece, text_key: str, unit_size: int) -> list[Piece]:
     return [replace(piece, start=start, end=end, num_bytes=size) for start, end, size in ranges]
 
 
-def version(piece: Piece) -> str:
-    """Return what changes with the content of a file: its sample, and the etag of a remote one."""
-    return f"{piece.sample} {piece.written}" if is_remote(piece.path) else piece.sample
-
-
 def make_unit(source: str, pieces: list[Piece], identity) -> Unit:
-    content = [[piece.name, piece.size, version(piece), piece.start, piece.end, piece.source] for piece in pieces]
+    content = [
+        [piece.name, piece.size, piece.version or piece.sample, piece.start, piece.end, piece.source]
+        for piece in pieces
+    ]
     key = sha256(json.dumps([content, identity]).encode()).hexdigest()[:16]
     stem = SUFFIXES.sub("", os.path.basename(pieces[0].name))
     stem = re.sub(r"[^A-Za-z0-9_.-]", "_", stem).lstrip(".")[:64] or "unit"

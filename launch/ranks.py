@@ -72,13 +72,16 @@ def main(script, *flags):
     hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
     port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     several = bool(hostfile) or os.path.isfile(runner.DLTS_HOSTFILE)
-    launcher, start = [], subprocess.Popen
+    launcher, local, start = [], [], subprocess.Popen
 
     def launch(words, *more, **named):
-        if words[0] == sys.executable:  # the launcher of this machine's ranks, not pdsh or a question by ssh
+        if words[0] != sys.executable:  # pdsh, or a question by ssh
+            launcher.append(start(words, *more, **named))
+        else:  # the launcher of this machine's ranks
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-            signal.signal(signal.SIGTERM, lambda *_: stop_ranks(launcher))
-        launcher.append(start(words, *more, **named))
+            signal.signal(signal.SIGTERM, lambda *_: stop_ranks(local))
+            launcher.append(start(words, *more, **named))
+            local.append(launcher[-1])
         return launcher[-1]
 
     runner.PDSHRunner, subprocess.Popen = PDSHRunner, launch
@@ -120,7 +123,7 @@ def main(script, *flags):
     except SystemExit as end:
         if 256 - (end.code or 0) in set(signal.Signals) - {signal.SIGPIPE}:  # -9 leaves as 247
             name = signal.Signals(256 - end.code).name
-            if name == "SIGHUP" and several:  # 255 is what ssh leaves with
+            if name == "SIGHUP" and not local:  # 255 is what ssh leaves with
                 print(f"{script}: ssh to a node failed or broke: a line above names the node", file=sys.stderr)
                 return end.code
             if name == "SIGINT":

@@ -36,7 +36,7 @@ from moh_lm.units import at_least, quantity
 def main(texts):
     left = "nothing is left"
     words = {"remark": f"; {left}", "interrupted": f"stopped; {left}"}
-    return run_file(__file__, __doc__, add_flags, run, texts, failures=(ShardError,), code=2, **words)
+    return run_file(__file__, __doc__, add_flags, run, texts, failures=(ShardError,), code=2, extra="hf", **words)
 
 
 def add_flags(parser):

@@ -75,11 +75,10 @@ def parse_arguments(texts):
 
 def run(machine):
     from moh_lm.checks import run as checks
-    from moh_lm.checks.model import model_problems
     from moh_lm.checks.ranges import below
 
     config = machine.config
-    problems = [*model_problems(config.model), *checks.optimizer_problems(config.optimizer)]
+    problems = [*of_model(config)(config.model), *checks.optimizer_problems(config.optimizer)]
     problems += [*checks.window_problems(config), *checks.router_problems(config), *checks.warmup_problems(config)]
     problems += checks.batch_warmup_problems(config.run)
     problems += checks.fused_router_problems(config.model.heads) if config.run.fused_router else []
@@ -106,10 +105,9 @@ def rank_layouts(config, machine):
 def legal_variants(config, machine):
     """Yield ``config`` in every layout that the trainer accepts on the machine's GPUs."""
     from moh_lm.checks.layout import context_problems, layout_problems, tensor_problems
-    from moh_lm.checks.model import model_problems
     from moh_lm.checks.run import frozen_problems, graph_problems, projection_problems, split_problems
 
-    gpus = machine.gpus
+    gpus, model_problems = machine.gpus, of_model(config)
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for degrees in product(divisors, repeat=3):
         if gpus % prod(degrees) == 0:
@@ -127,6 +125,13 @@ def legal_variants(config, machine):
                 refused = projection_problems(variant) or graph_problems(variant, on_gpu=True)
                 if not refused and not layout_problems(variant, gpus):
                     yield variant
+
+
+def of_model(config):
+    """Return the check of models: that of new ones, or what a run needs that has begun."""
+    from moh_lm.checks.model import model_problems, structure_problems
+
+    return structure_problems if model_of_run(config.run.checkpoint_dir) else model_problems
 
 
 def with_degrees(config, degrees, given):

@@ -3,7 +3,7 @@
 import math
 
 from moh_lm.checkpoint.directory import newest_model, step_number
-from moh_lm.checks.model import model_problems
+from moh_lm.checks.model import structure_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import flag
 
@@ -99,7 +99,7 @@ def pipeline_problems(config):
 
 def context_problems(model, tp, cp):
     """Check that each rank that shares a sequence computes the same number of always-on heads and of other heads."""
-    if cp == 1 or model_problems(model):
+    if cp == 1 or structure_problems(model):
         return []
     found = []
     given = f"--context-parallel-size {cp}" + (f" * --tensor-parallel-size {tp} = {tp * cp}" if tp > 1 else "")
@@ -118,7 +118,7 @@ def context_problems(model, tp, cp):
 def tensor_problems(model, tp):
     """Check that every tensor-parallel rank holds the same number of shared (or static) and of other heads, in whole KV
     groups unless there are fewer groups than ranks."""
-    if tp == 1 or model_problems(model):
+    if tp == 1 or structure_problems(model):
         return []
     shared_by = model.queries_per_key
     found = []

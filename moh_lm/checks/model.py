@@ -31,6 +31,11 @@ REFUSED = {
 
 
 def model_problems(model):
+    """Return all problems of a new model."""
+    return structure_problems(model) or spread_problems(model)
+
+
+def structure_problems(model):
     found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "vocab_size", "base_width")
     found = found or attention.length_problems(model) or attention.head_count_problems(model)
     if found:
@@ -155,6 +160,8 @@ def spread_problems(model):
         unit = "" if model.heads.routing_unit == "head" else f" with --routing-unit {model.heads.routing_unit}"
         near = f"{math.ceil(100 * least) / 100:g}" + (unit and ", or --routing-unit head")
         return [f"--head-budget {rate:g}: a layer uses at least {least:.1%} of its heads{unit}; choose at least {near}"]
+    if slope and model.num_layers == 1:
+        return [f"--head-budget-slope {slope:g}: a model with one layer has no slope; leave it out"]
     most = max(0.0, 2 * min(rate - least, 1 - rate))
     if not abs(slope) <= most + 1e-9:
         return [
@@ -247,7 +254,7 @@ def budget_problems(model):
             continue
         first_layer.setdefault(sentence, layer)
     problems = [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
-    return problems or spread_problems(model) or unrouted_problems(model)
+    return problems or unrouted_problems(model)
 
 
 def unrouted_problems(model):

@@ -37,6 +37,7 @@ UNIT = {  # the types of the values of an entry in the manifest
 }  # fmt: skip
 SUFFIXES = (".bin", ".idx", ".json")
 REPLACING = ".replacing"  # in the directory of a source: sidecars whose text newer shards also have, or soon will
+REPLACED = " replaced"  # after the name of a sidecar there: others have all of its text
 NUMPY_TYPES = {np.dtype(code).name: np.dtype(code) for code in DTYPES.values()}
 # A tokenizer is the first of these (SentencePiece's, LLaMA-3's), or the others (Hugging Face's; the last is optional).
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -119,7 +120,7 @@ class ShardWriter:
 
 def write_manifest(data_dir: str | Path, leaving: Sequence[Path] = ()) -> dict:
     """Make DATA_DIR/manifest.json from the shards found below ``data_dir``; returns it. leaving: sidecars of shards
-    that it does not name, because the caller removes them afterwards.
+    that it does not name, because the caller removes them afterwards. Nor are those that notes call replaced.
 
     {"version", "tokenizer": {"sha256", "vocab_size", "eos_id"}, "cut_fractions": [...],
      "sources": {NAME: {"tokens", "documents", "units": {UNIT: result of ``unit_entry``}}}}
@@ -127,15 +128,17 @@ def write_manifest(data_dir: str | Path, leaving: Sequence[Path] = ()) -> dict:
     Raises ShardError if shards differ in their tokenizer, if two shards of a source were made from the same input, or
     if a command that was to replace shards has not removed them.
     """
+    leaving = set(leaving)
     for note in sorted(Path(data_dir).glob(f"[!.]*/{REPLACING}")):
-        noted = [note.parent / line for line in note.read_text().splitlines()]
+        noted = read_note(note)
+        leaving |= {path for path, is_replaced in noted.items() if is_replaced}
         there = [shard for shard in noted if shard.exists() and shard not in leaving]
         if there:
             what = "may have text that newer shards also have"
             remedy = f"run data_prep/tokenize.py for {note.parent.name} again, or delete it"
             raise ShardError(f"{there[0]}: {what}; {remedy}")
     sources, inputs, tokenizers = {}, [], {}
-    for path in sorted({*Path(data_dir).glob("[!.]*/*.json")} - {*leaving}):
+    for path in sorted({*Path(data_dir).glob("[!.]*/*.json")} - leaving):
         shard = open_shard(path.with_suffix(""))
         sidecar = shard.sidecar
         source = sources.setdefault(path.parent.name, {"tokens": 0, "documents": 0, "units": {}})
@@ -160,6 +163,12 @@ def write_manifest(data_dir: str | Path, leaving: Sequence[Path] = ()) -> dict:
     manifest = {"version": files.VERSION, "tokenizer": tokenizer, "cut_fractions": list(CUTS), "sources": sources}
     files.publish(Path(data_dir) / "manifest.json", files.seal(files.json_bytes(manifest)))
     return manifest
+
+
+def read_note(note: Path) -> dict[Path, bool]:
+    """Return {sidecar: whether other shards have all of its text} of a ``REPLACING`` file; {} if there is none."""
+    lines = note.read_text().splitlines() if note.exists() else []
+    return {note.parent / line.removesuffix(REPLACED): line.endswith(REPLACED) for line in lines}
 
 
 def unit_entry(shard: Shard) -> dict:

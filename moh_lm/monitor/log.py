@@ -39,8 +39,8 @@ class RunLog:
         self.step_width = 2 * len(str(self.train_iters)) + 1
         self.printed = 0
         paths = [Path(directory) / name for name in ("metrics.jsonl", "samples.jsonl")]
-        last, _ = (keep_rows(path, first_step) for path in paths)
-        self.is_evaluated = last.get("step") == first_step and "loss" not in last  # a row of training has its loss
+        last = [keep_rows(path, first_step) for path in paths]  # a row of training has its loss
+        self.is_evaluated = any(row.get("step") == first_step and "loss" not in row for row in last)
         write_json(Path(directory) / "config.json", config.to_dict())  # last: a resume judges old rows by it
         self.rows, self.sample_rows = map(Rows, paths)
         self.writers = Writers(directory, first_step, config.run.wandb, config.to_dict())

@@ -82,10 +82,10 @@ def resume(task, state, event_log, progress):
     changes = differing([name for name in names_of(config.model) if name not in config.of_loss], before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
     training = {} if begins else differing(of_training(config), before, now)
+    averaged = all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
     for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
         if fields:
             event_log.add(event, saved["step"], f"resuming with another {', '.join(fields)}", changes=fields)
-    averaged = all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
     if not begins and averaged != (state.engine.ema_decay > 0):
         log_rank0(f"{'the' if averaged else 'a'} moving average of the weights {'ends' if averaged else 'begins'} here")
     changed = state.restore(saved, of_data(config, before))
@@ -249,7 +249,9 @@ def contradictions(config, dry_run=False):
 def refuse_resume(task, config, dataset):
     """Raise ConfigError if ``resume`` would refuse this configuration or these data; for a dry run, on one rank."""
     steps = filter(is_whole, list_steps(Path(config.run.checkpoint_dir) / "checkpoints"))  # a start sets others aside
-    if (step := next(steps, None)) is not None:
+    step = next(steps, None)
+    refuse_dangling(Path(config.run.checkpoint_dir) / "checkpoints", step)
+    if step is not None:
         saved, was = read_state(step), type(config).load(step / "config.json")
         refuse_state(step, saved, was.model)
         now = config.to_dict()

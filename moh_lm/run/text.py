@@ -69,11 +69,17 @@ class Evaluation:
         self.tasks, self.samples = Tasks(config, *of_data), Samples(config, *of_data)
 
     def __call__(self, step):
-        self.evaluate_sources(step)
-        self.evaluate_tasks(step)
-        self.continue_prompts(step)
+        """Log all at the end, so that a kill leaves either the whole evaluation or nothing of it."""
+        (losses, sinks), scores, texts = self.of_sources(), self.of_tasks(), self.of_prompts()
+        if self.log and losses:
+            self.log.evaluation(step, losses, self.loader.dataset.bytes_per_token(), sinks)
+        if self.log and scores:
+            self.log.tasks(step, scores)
+        if self.log and texts:
+            self.log.samples(step, texts)
 
-    def evaluate_sources(self, step):
+    def of_sources(self):
+        """Return {source: loss} and {source: ``Sinks.means``} of sources with held-out windows."""
         losses, sinks = {}, {}
         for name in self.loader.dataset.source_names:
             total, tokens = self.engine.evaluate(self.loader.validation(name, self.run.eval_samples))
@@ -81,22 +87,22 @@ class Evaluation:
                 losses[name] = total / tokens
                 few = min(SINK_SAMPLES, self.run.eval_samples)
                 sinks[name] = self.engine.sinks(self.loader.validation(name, few))
-        if self.log and losses:
-            self.log.evaluation(step, losses, self.loader.dataset.bytes_per_token(), sinks)
+        return losses, sinks
 
-    def evaluate_tasks(self, step):
+    def of_tasks(self):
+        """Return {task: {metric: share}}."""
         scores = {}
         for name in self.tasks.questions:
             batches, choices = self.tasks.micro_batches(name, *self.share)
             scores[name] = self.tasks.metrics(name, self.engine.evaluate_rows(batches, choices)[:, 0].tolist())
-        if self.log and scores:
-            self.log.tasks(step, scores)
+        return scores
 
-    def continue_prompts(self, step):
-        if self.samples.prompts:
-            texts = self.samples.continued(self.engine.evaluate_rows, *self.share)
-            if self.log:
-                self.log.samples(step, dict(zip(self.samples.prompts, texts, strict=True)))
+    def of_prompts(self):
+        """Return {prompt: its continuation}."""
+        if not self.samples.prompts:
+            return {}
+        texts = self.samples.continued(self.engine.evaluate_rows, *self.share)
+        return dict(zip(self.samples.prompts, texts, strict=True))
 
 
 def warnings(config, dataset, world_size, device=None):

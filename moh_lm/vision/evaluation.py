@@ -65,12 +65,12 @@ class DiffusionEvaluation(Evaluation):
     """Adds images that the model generates, in samples/step-N.png."""
 
     def __call__(self, step):
-        super().__call__(step)
         if self.config.run.samples and step:
             images = self.draw()
             self.progress()
             if self.log:
                 self.keep(grid(images), step)
+        super().__call__(step)  # last: its rows say that the evaluation is complete
 
     @torch.no_grad()
     def draw(self):

@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import fsspec
@@ -19,11 +20,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from data_prep import storage, tokenization
 from data_prep.containers import READ, InputError
-from data_prep.documents import documents, inspect_file
+from data_prep.documents import SAMPLE, documents, inspect_file
 from data_prep.encoding import Options, Tokenizer
 from data_prep.units import plan_units
 from data_prep.writing import tokenize_unit
-from moh_lm.data.files import beside
+from moh_lm.data.files import beside, json_bytes, read_facts, seal
 from tests.tokenizing import TEXTS, decoded, json_lines, shards, tokenize
 
 LONG = [f"{text} {number}" for number in range(300) for text in TEXTS]
@@ -275,6 +276,23 @@ def test_files_are_known_by_their_content_at_any_address(model, tmp_path):
     tokenize(model, tmp_path / "moved", f"s={tmp_path}/b.jsonl")
     for output in ("copies", "moved"):
         assert sorted(decoded(tmp_path / output, "s", model)) == sorted(LONG), output
+
+
+def test_shards_of_older_versions_are_replaced_when_their_remote_files_move(model, tmp_path):
+    """They record hashes with the etags, which the same server still gives."""
+    pytest.importorskip("aiohttp")
+    (tmp_path / "a.jsonl").write_bytes(json_lines(LONG))
+    with served(tmp_path) as address:
+        tokenize(model, tmp_path / "out", f"s={address}/a.jsonl")
+        (sidecar,) = (tmp_path / "out" / "s").glob("*.json")
+        made = read_facts(sidecar)
+        content, etag = (tmp_path / "a.jsonl").read_bytes(), f'"{(tmp_path / "a.jsonl").stat().st_mtime_ns}"'
+        ends = content[:SAMPLE] + content[max(len(content[:SAMPLE]), len(content) - SAMPLE) :]
+        made["inputs"][0]["sample"] = sha256(ends + etag.encode()).hexdigest()
+        sidecar.write_bytes(seal(json_bytes(made)))
+        (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
+        tokenize(model, tmp_path / "out", f"s={address}/b.jsonl")
+    assert sorted(decoded(tmp_path / "out", "s", model)) == sorted(LONG)
 
 
 class Hub(Ranges):

@@ -56,6 +56,20 @@ def test_old_shards_and_the_old_manifest_stay_together(others, grown, model):
     assert sorted(decoded(output, "s", model)) == ["new", "newer"]
 
 
+def test_commands_of_single_sources_do_not_wait_for_each_other(grown, model):
+    """The second source fails once, while the first one, in a command of its own, has already been replaced."""
+    output, sources = grown
+    path = output.with_name("t") / "w.jsonl.gz"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    tokenize(model, output, sources[1], code=1)
+    tokenize(model, output, sources[0], code=1)
+    path.write_bytes(whole)
+    tokenize(model, output, sources[1])
+    tokenize(model, output, sources[0])
+    assert is_as_fresh(output, sources, model)
+
+
 def test_a_command_that_dies_while_it_removes_shards_has_named_none_of_them(grown, model, monkeypatch):
     output, sources = grown
     unlink = Path.unlink

@@ -75,11 +75,14 @@ def test_a_job_finds_the_run_directory_of_a_file(submit, trainer, given, line):
 
 
 @pytest.mark.parametrize(
-    "line, found", [("checkpoint_dir: a run # ", "a run"), ('checkpoint_dir: "b"', "b"), ("x: 1", "of script")]
+    "line, found",
+    [("checkpoint_dir: a run # ", "a run"), ('checkpoint_dir: "b"', "b"), ("x: 1", "of script"),
+     ("checkpoint_dir: a#1\r", "a#1"), ("checkpoint_dir: null", "of script")],  # fmt: skip
 )
 def test_a_host_without_python_finds_it_too(tmp_path, line, found):
     function = re.search(r"^of_file\(\).*?^}", (ROOT / "launch/slurm.sbatch").read_text(), re.MULTILINE | re.DOTALL)[0]
-    (tmp_path / "sed").symlink_to(shutil.which("sed"))
+    for program in ("sed", "tail", "tr"):
+        (tmp_path / program).symlink_to(shutil.which(program))
     (tmp_path / "llm.yaml").write_text(f"# checkpoint_dir: no\n{line}\n")
     command = [shutil.which("bash"), "-c", f"run='of script'\n{function}\nof_file llm.yaml"]
     assert execute(command, tmp_path, PATH=str(tmp_path))[:2] == (0, f"{found}\n")

@@ -354,3 +354,19 @@ def test_an_event_is_recorded_before_it_is_printed(tmp_path, monkeypatch):
     with pytest.raises(BrokenPipeError):
         EventLog(tmp_path, writes=True).add("saved", 3, "saved step-3")
     assert EventLog(tmp_path, writes=True).last("saved")["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "last, is_evaluated",
+    [({}, False), ({"metrics.jsonl": {"evaluation": {"even": 1.0}}}, True), ({"samples.jsonl": {"text": "a"}}, True)],
+)
+def test_a_resumed_log_knows_whether_its_step_was_evaluated(last, is_evaluated, tmp_path):
+    """Without held-out text, samples are all that an evaluation writes."""
+    rows = {"metrics.jsonl": [{"step": 2, "evaluation": {"even": 2.0}}, {"step": 4, "loss": 1.0}], "samples.jsonl": []}
+    for name, row in last.items():
+        rows[name].append({"step": 4, **row})
+    for name, found in rows.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in [*found, {"step": 5, "text": ""}]))
+    log = RunLog(tmp_path, 4, Config())
+    log.close()
+    assert log.is_evaluated == is_evaluated

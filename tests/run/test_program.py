@@ -6,11 +6,12 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from moh_lm.config import Config, RunConfig
-from moh_lm.run import loop
+from moh_lm.run import loop, text
 from tests.distributed import run_ranks
 from tests.run.harm import run_and_suffer
 from tests.training.runs import arguments
@@ -46,6 +47,16 @@ def step_with(flags, at_evaluation, monkeypatch):
     monkeypatch.setattr(loop, "set_on_any_rank", lambda *_: (at_evaluation, False))
     run.step()
     return done
+
+
+def test_an_evaluation_is_logged_as_a_whole_or_not_at_all():
+    """The next start takes one row of it for the whole."""
+    evaluation = text.Evaluation.__new__(text.Evaluation)
+    evaluation.log, evaluation.of_prompts = Mock(), Mock(side_effect=KeyboardInterrupt)
+    evaluation.of_sources, evaluation.of_tasks = lambda: ({"even": 1.0}, {}), lambda: {"task": {"acc": 1.0}}
+    with pytest.raises(KeyboardInterrupt):
+        evaluation(4)
+    assert not evaluation.log.mock_calls
 
 
 def test_a_run_that_was_asked_to_stop_leaves_the_evaluation_to_the_next_start(monkeypatch):

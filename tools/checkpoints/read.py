@@ -150,6 +150,7 @@ def misnamed(path, state):
     """Return a list of one sentence if no run resumes from the directory or link ``path`` with this ``state``, because
     it is named after another step; else []."""
     name = path.absolute().name
+    name = name if STEP_NAME.fullmatch(name) else path.resolve().name
     is_other = STEP_NAME.fullmatch(name) and name != f"step-{state['step']}"
     return [f"{path / 'state.json'}: belongs to step {state['step']}"] if is_other else []
 

@@ -13,9 +13,8 @@ from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS, safetensors_header
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, difference, read_entries
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError, raise_any
-from moh_lm.data.files import flush
+from moh_lm.data.files import flush, read_json
 from moh_lm.model.router import stored_dtype
-from moh_lm.run.state import read_state
 from moh_lm.supervise.run_directory import lock_run_directory
 from tools.checkpoints.read import Step, find_damage, locate, misnamed, progress
 
@@ -36,7 +35,10 @@ def copy(path, destination):
     name = named.name
     if not STEP_NAME.fullmatch(name):
         raise ConfigError([f"{source}: is set aside or half removed; rename it step-N if it is sound"])
-    raise_any([f"{problem}; rename {name}, or give that step" for problem in misnamed(named, read_state(source))])
+    problems = []
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # the comparison with the manifest says so
+        problems = misnamed(named, read_json(source / "state.json"))
+    raise_any([f"{problem}; rename {name}, or give that step" for problem in problems])
     if STEP_NAME.fullmatch(destination.name):
         raise ConfigError([f"{destination}: give the directory in which to put {name}"])
     run = destination.parent if destination.name == "checkpoints" else destination

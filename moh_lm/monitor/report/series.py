@@ -20,7 +20,9 @@ ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, Recu
 UNREAD = ("source_load", "source_gate_rms")  # figures of a row's heads that no picture shows
 ENDS = ("complete", "stopped", "failed", "unsaved")
 STARTS = ("resumed", "started")  # events after which later steps of earlier starts no longer count
-CHANGES = ("data changed", "routing changed", "loss changed", "training changed")  # recorded before "resumed"
+CHANGES = (  # recorded before "resumed"
+    "data changed", "routing changed", "loss changed", "training changed", "dense warm-up over",
+)  # fmt: skip
 HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load (1: all heads are used alike)",
     "unused": "Share of unused heads",

@@ -219,6 +219,29 @@ def test_a_tokenizer_whose_ids_mean_other_pieces_is_refused_without_new_rows(too
     assert tool("import_hf", *flags, own)[0] == 0
 
 
+def test_all_rows_are_kept_where_only_names_of_special_tokens_are_there(imported, tmp_path):
+    """As where vocab.json and merges.txt have the pieces, which are not read."""
+    new = small_model(tmp_path / "new", ["a cat and a dog", "the cat sat"] * 20, 278)
+    model = make_llama(tmp_path / "hf", vocab_size=270)
+    named = {"added_tokens_decoder": {"0": {"content": "<unk>"}, "2": {"content": "</s>", "special": True}}}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(named))
+    found = dict(full_parameters(find_step(imported(tmp_path / "hf", "--extend-vocab", "278", "--tokenizer", new))))
+    assert torch.equal(found["lm_head.weight"][:270], model.state_dict()["lm_head.weight"])
+
+
+def test_a_tokenizer_that_fits_may_replace_one_with_more_pieces_than_rows(tool, tmp_path):
+    make_llama(tmp_path / "hf", vocab_size=278)
+    small_model(tmp_path / "hf" / "tokenizer", ["a cat and a dog", "the cat sat"] * 20, 278)
+    own = read_model(tmp_path / "hf" / "tokenizer.model")
+    fitting = tmp_path / "fitting.model"
+    fitting.write_bytes(own.SerializeToString())
+    own.pieces.add(piece="dogs", score=-999)
+    (tmp_path / "hf" / "tokenizer.model").write_bytes(own.SerializeToString())
+    flags = ("--model", tmp_path / "hf", "--output", tmp_path / "run", "--dry-run", "--tokenizer", fitting)
+    code, _, errors = tool("import_hf", *flags)
+    assert code == 0, errors
+
+
 def test_an_old_tokenizer_that_is_none_is_refused(tool, tmp_path):
     new = small_model(tmp_path / "new", ["a cat and a dog", "the cat sat"] * 20, 278)
     make_llama(tmp_path / "hf")

@@ -100,10 +100,12 @@ def tokens_of(directory, old, vocab_size):
 
     old: path of its tokenizer.model, or None. Files beside it may have more.
     """
-    sizes, own = [index + 1 for index in added_tokens(directory)], directory / TOKENIZER_FILES[1]
+    sizes, own = [], directory / TOKENIZER_FILES[1]
     for path in filter(None, (old, own if own.is_file() else None)):
         with suppress(ConfigError):
             sizes.append(size_of(path))
+    if sizes:  # else the pieces are unknown, whatever is added to them
+        sizes += [index + 1 for index in added_tokens(directory)]
     return min(max(sizes, default=vocab_size), vocab_size)
 
 
@@ -121,16 +123,17 @@ def spelled(old, new, num_tokens, vocab_size, is_compared=False):
         raise ConfigError([f"--tokenizer {new}: tokens of Hugging Face are not compared with those of {old}; {remedy}"])
     if is_tiktoken(old) != is_tiktoken(new):
         raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
-    read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses other files
+    if not is_compared:
+        read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses other files
     table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece
-    spelling = {index: ids for index, ids in table(old, new).items() if num_tokens <= index < vocab_size}
+    spelling = {index: ids for index, ids in table(old, new, vocab_size).items() if num_tokens <= index < vocab_size}
     return {index: ids for index, ids in spelling.items() if ids and max(ids) < num_tokens}  # that have rows
 
 
-def spelled_sentencepiece(old, new):
+def spelled_sentencepiece(old, new, vocab_size):
     protos = [sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes()) for path in (old, new)]
     pieces = [[piece.piece for piece in proto.pieces] for proto in protos]
-    refuse_other_ids(old, new, dict(enumerate(pieces[0])), dict(enumerate(pieces[1])))
+    refuse_other_ids(old, new, dict(enumerate(pieces[0][:vocab_size])), dict(enumerate(pieces[1])))
     bare = protos[0]  # it splits the text of a piece as inside a document
     bare.normalizer_spec.add_dummy_prefix = False
     bare.normalizer_spec.remove_extra_whitespaces = False
@@ -140,10 +143,10 @@ def spelled_sentencepiece(old, new):
     return dict(enumerate(encoded, len(pieces[0])))
 
 
-def spelled_tiktoken(old, new):
+def spelled_tiktoken(old, new, vocab_size):
     ranks, _ = read_ranks(old)
     tokens = {rank: token for token, rank in read_ranks(new)[0].items()}
-    refuse_other_ids(old, new, {rank: token for token, rank in ranks.items()}, tokens)
+    refuse_other_ids(old, new, {rank: token for token, rank in ranks.items() if rank < vocab_size}, tokens)
     return {rank: joined(ranks, token) for rank, token in tokens.items() if token not in ranks}
 
 

@@ -68,6 +68,9 @@ def settings_of(directory, model, ids):
         entries = [(token["id"], token) for token in pieces.get("added_tokens", [])]
         entries += config.get("added_tokens_decoder", {}).items()
         added = {token["content"]: (int(index), bool(token.get("special"))) for index, token in entries}
+        others = {*tokens.values(), *map(text_of, (named | config).get("additional_special_tokens") or [])}
+        for text, index in optional_json(directory / "added_tokens.json").items():  # of transformers 4
+            added.setdefault(text, (int(index), text in others))
         side = config.get("padding_side") or (pieces.get("padding") or {}).get("direction", "").lower()
         usual = "left" if config.get("tokenizer_class", "").startswith(LEFT) else "right"
         template = directory / "chat_template.jinja"
