@@ -37,7 +37,7 @@ from moh_lm.vision.augment import (
     soft_targets,
 )
 
-SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 ORDER, SAMPLE, MIXED, HELD_OUT, HASHED = range(5)  # uses of random numbers
 MOST_HASHED, MOST_BYTES = 2048, 1 << 24  # the most images, and bytes, that are hashed when a data set is opened
 
