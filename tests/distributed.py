@@ -12,7 +12,9 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -37,10 +39,10 @@ def run_ranks(function, world_size, *arguments):
         ]
         for process in ranks:
             process.start()
-        for process in ranks:
-            process.join(TIMEOUT.total_seconds())
+        wait_for(ranks)
         for process in ranks:
             process.kill()
+            process.join()
         for rank in range(world_size):
             failure = Path(folder, f"{rank}.error")
             if failure.exists():
@@ -49,6 +51,14 @@ def run_ranks(function, world_size, *arguments):
         if any(left):
             raise AssertionError(f"the ranks left with exit codes {left}")
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
+
+
+def wait_for(ranks):
+    """Return when all ``ranks`` have left, or one has failed, for which the others might wait in vain."""
+    running, until = ranks, monotonic() + TIMEOUT.total_seconds()
+    while running and not any(process.exitcode for process in ranks) and monotonic() < until:
+        wait([process.sentinel for process in running], until - monotonic())
+        running = [process for process in ranks if process.exitcode is None]
 
 
 def run_rank(rank, world_size, port, folder, function, arguments):
@@ -62,15 +72,18 @@ def run_rank(rank, world_size, port, folder, function, arguments):
         DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
+    failed = False
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
+        dist.barrier()  # a function may end the group, and with it the store that another rank still needs to join
         torch.save(function(*arguments), Path(folder, f"{rank}.result"))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
+        failed = True
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
+    os._exit(failed)  # gloo's threads now and then abort the interpreter's own shutdown
 
 
 def whole(shards):
