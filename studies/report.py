@@ -15,7 +15,7 @@ from studies.multipliers import multipliers
 from studies.pictures import draw
 from studies.recorded import recorded
 from studies.results import DENSE, LENGTHS, final_loss, final_losses, flops, significance, spread, tokens_of
-from studies.table import TUNING_SEED
+from studies.table import SEEDS, TUNING_SEED
 from studies.times import read_times
 from studies.tuning import choosing_losses, tuning_sections
 
@@ -30,16 +30,21 @@ def write(out, table):
     forms = {variant.name: variant.form for variant in table.variants}
     tuned = tuning_losses(found.get(table.sizes[0].name, {}), forms)
     best = {name: choosing_losses(tuned.get(form, {})) for name, form in forms.items()}
-    sizes = {size: alike(compared(variants, best), left_out.setdefault(size, [])) for size, variants in found.items()}
-    sizes = {size: variants for size, variants in sizes.items() if variants}
-    factors = {size: multipliers(variants) for size, variants in sizes.items()}
-    times = {size: read_times(out, size, DENSE) for size in sizes}
     chosen = {name: min(losses, key=losses.get) for name, losses in best.items() if losses}
+    placed = {size: compared(variants, best) for size, variants in found.items()}
+    sizes = {size: alike(runs, left_out.setdefault(size, [])) for size, (runs, _) in placed.items()}
+    sizes = {size: variants for size, variants in sizes.items() if variants}
+    scale = {size: multipliers(variants) for size, variants in sizes.items()}
+    times = {size: read_times(out, size, DENSE) for size in sizes}
     diverged = {
-        size: {name for name, factor, _ in runs if chosen.get(name, factor) == factor}
+        size: {name for name, factor, _ in runs if factor == chosen.get(name, factor)}
         for size, runs in diverged.items()
     }
-    text = markdown(sizes, factors, table, tuned, left_out, times, diverged)
+    elsewhere = {
+        size: {name for name, factor in factors.items() if factor != chosen.get(name, factor)}
+        for size, (_, factors) in placed.items()
+    }
+    text = markdown(sizes, scale, table, tuned, left_out, times, answers(sizes, table, diverged, elsewhere))
     publish_own(out, {"REPORT.md": text.encode(), "runs.jsonl": recorded(out, table)})
     print(text)
     draw(out, sizes, times)
@@ -65,20 +70,23 @@ def read_runs(directory, table):
 
 
 def compared(variants, tuned):
-    """Return {variant: {seed: run}} of the compared seeds, at the factor to which the form was tuned.
+    """Return {variant: {seed: run}} of the compared seeds, at the factor to which the form was tuned, and {variant:
+    factor}.
 
     tuned: {variant: {factor: loss}} of the tuning of its form. A variant without a run at the best factor is compared
     at the factor with most seeds; among equals, at the better one, or else at the one that most variants have.
     """
-    found, common = {}, Counter(factor for of in variants.values() for factor in of if {*of[factor]} - {TUNING_SEED})
-    for name, factors in variants.items():
+    found, factors = {}, {}
+    common = Counter(factor for of in variants.values() for factor in of if {*of[factor]} - {TUNING_SEED})
+    for name, tried in variants.items():
         losses = tuned.get(name, {})
-        seeds = {factor: {seed: runs[seed] for seed in runs if seed != TUNING_SEED} for factor, runs in factors.items()}
+        seeds = {factor: {seed: runs[seed] for seed in runs if seed != TUNING_SEED} for factor, runs in tried.items()}
         factor = min(losses, key=losses.get, default=None)
         if not seeds.get(factor):
             factor = max(seeds, key=lambda each: (len(seeds[each]), -losses.get(each, math.inf), common[each]))
-        found[name] = seeds[factor]
-    return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
+        if seeds[factor]:
+            found[name], factors[name] = dict(sorted(seeds[factor].items())), factor
+    return found, factors
 
 
 def alike(variants, left_out):
@@ -112,14 +120,14 @@ def tuning_losses(variants, forms):
     }
 
 
-def markdown(sizes, factors, table, tuned, left_out, times, diverged):
-    """The whole report. sizes: {size: {variant: {seed: run}}}. factors, times: by size. diverged: {size: variants of
-    which a compared run diverged}."""
+def markdown(sizes, scale, table, tuned, left_out, times, answered):
+    """The whole report. sizes: {size: {variant: {seed: run}}}. scale: ``multipliers`` by size. times: by size.
+    answered: lines with the answers to the questions."""
     heads = {size.name: size.heads for size in table.sizes}
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     for size, variants in sizes.items():
-        lines += [*size_section(size, heads[size], variants, factors[size], times[size]), ""]
-    lines += answers(sizes, table, diverged)
+        lines += [*size_section(size, heads[size], variants, scale[size], times[size]), ""]
+    lines += answered
     named = [f"- size {size}, {words}" for size, of in left_out.items() for words in of]
     lines += ["Left out. A form whose runs diverge is worse than its row says.", "", *named, ""] if named else []
     lines += [
@@ -136,36 +144,43 @@ def markdown(sizes, factors, table, tuned, left_out, times, diverged):
     return "\n".join([*lines, *tuning_sections(tuned, table.sizes[0])]) + "\n"
 
 
-def answers(sizes, table, diverged):
-    """Yield the differences that answer the questions of the table, by size, and the answers. A variant of which a run
-    diverged at a size that decides is not better than another."""
+def answers(sizes, table, diverged, elsewhere):
+    """Return lines with the differences that answer the questions of the table, by size, and the answers.
+
+    diverged: {size: variants of which a compared run diverged}; at a size that decides, they are not better than
+    others. elsewhere: {size: variants that have no run there at their best factor yet}; such a question is open.
+    """
     rows, ruling = [], [size.name for size in table.sizes[:2]]
-    gave_up = set().union(*(diverged.get(size, ()) for size in ruling))
+    gave_up, early = (set().union(*(of.get(size, ()) for size in ruling)) for of in (diverged, elsewhere))
     for name, against, question in table.questions:
         found = {
             size: results.differences(variants.get(name, {}), variants.get(against, {}))
             for size, variants in sizes.items()
         }
         if any(found.values()):
-            answer = verdict([found.get(size) for size in ruling])
+            lost = gave_up & {name, against}  # their seeds will never be complete
+            answer = verdict([found.get(size) for size in ruling], 2 if lost else len(SEEDS))
             if {"better": name, "worse": against}.get(answer) in gave_up:
                 answer = "undecided"
+            if early & {name, against}:
+                answer = "open"
             rows.append([name, against, question, *map(limits, found.values()), answer])
     titles = ["", "against", "", *(f"difference at {size}" for size in sizes), "answer"]
     return ["## Questions", "", *results.write_table(titles, rows), ""] if rows else []
 
 
-def verdict(found):
+def verdict(found, seeds):
     """The answer to a question, whose differences at the sizes that decide are ``found``.
 
     "better" or "worse": the 90% interval at the first size excludes zero, and the means at the others have its sign.
+    It is "open" until each size has ``seeds`` pairs.
     """
-    if not all(found):
+    if any(len(differences or ()) < seeds for differences in found):
         return "open"
     (center, width), *others = map(results.interval, found)
     if width < abs(center) and all(other * center > 0 for other, _ in others):
         return "better" if center < 0 else "worse"
-    return "open" if width == math.inf else "undecided"
+    return "undecided"
 
 
 def limits(differences):

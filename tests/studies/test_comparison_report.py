@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import multipliers, report, results, tuning
+from studies import multipliers, report, results, study_arms, tuning
 from studies.atlas_forms import TABLE
 from tests.studies.written_runs import write_run, write_times
 
@@ -20,9 +20,9 @@ def write_losses(out, name, losses, **more):
         write_run(out, f"s/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss}}, [90], **more)
 
 
-def written(out):
+def written(out, table=TABLE):
     """(lines, {first cell: cells} of the rows) of the report."""
-    report.write(out, TABLE)
+    report.write(out, table)
     lines = (out / "REPORT.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     return lines, {row[1]: row for row in reversed(cells)}  # the first table wins
@@ -89,12 +89,12 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     write_run(tmp_path, "s/released-50/rate-1-seed", 0, {0: START, 10: {"a": 1.5}}, [90])
     write_run(tmp_path, "s/released-50/rate-2-seed", 4, {0: START, 5: {"a": 1.0}}, [90])  # stopped at half
     found = report.read_runs(tmp_path / "runs", TABLE)[0]["s"]
-    table = report.compared(found, {})
+    table, _ = report.compared(found, {})
     assert set(table["released-50"]) == {1, 2, 3}
     few = {"released-50": {1: {1: 3.0}, 2: {1: 3.0, 2: 3.0}}}  # more seeds at the rate that is not the best
-    assert report.compared(few, {"released-50": {1: 2.9, 2: 2.8}}) == {"released-50": {1: 3.0, 2: 3.0}}
-    assert report.compared(few, {"released-50": {1: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0}}
-    assert report.compared(few, {"released-50": {4: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0, 2: 3.0}}
+    assert report.compared(few, {"released-50": {1: 2.9, 2: 2.8}})[0] == {"released-50": {1: 3.0, 2: 3.0}}
+    assert report.compared(few, {"released-50": {1: 2.8, 2: 2.9}})[0] == {"released-50": {1: 3.0}}
+    assert report.compared(few, {"released-50": {4: 2.8, 2: 2.9}})[0] == {"released-50": {1: 3.0, 2: 3.0}}
     paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
     center, width = results.interval(results.differences(table["released-50"], table["dense"]))
     assert (center - width, center + width) == pytest.approx(tuple(paired), abs=2e-5)
@@ -217,14 +217,39 @@ def test_an_answer_needs_the_interval_of_one_size_and_the_sign_of_the_next(tmp_p
     bases = (3.0, 3.2, 3.1)
     write_losses(tmp_path, "gated-50", bases)
     write_losses(tmp_path, "gated", [base + lead for base, lead in zip(bases, (0.1, 0.11, 0.12), strict=True)])
-    for lead, answer in ((None, "open"), (-0.01, "undecided"), (0.01, "better")):
-        if lead:
-            shutil.rmtree(tmp_path / "runs/m", ignore_errors=True)
-            for name, loss in (("gated", 3.0), ("gated-50", 3.0 - lead)):
-                write_run(tmp_path, f"m/{name}/rate-1-seed", 1, {0: START, 10: {"a": loss}}, [90])
-        lines, _ = written(tmp_path)
-        (row,) = [line for line in lines if "half of the heads, all gated, or all of them" in line]
-        assert row.endswith(f"| {answer} |"), row
+    assert answer(tmp_path) == "open"
+    for lead, seeds, expected in ((0.01, 2, "open"), (-0.01, 3, "undecided"), (0.01, 3, "better")):
+        shutil.rmtree(tmp_path / "runs/m", ignore_errors=True)
+        for name, loss in (("gated", 3.0), ("gated-50", 3.0 - lead)):
+            for seed in range(1, seeds + 1):
+                write_run(tmp_path, f"m/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss}}, [90])
+        assert answer(tmp_path) == expected
+    last = {0: START, 10: {"a": None}}
+    write_run(tmp_path, "m/gated-50/rate-1-seed", 4, last, [90])
+    assert answer(tmp_path) == "undecided"  # it would be better, but for the run that diverged
+
+
+def test_a_size_that_lacks_the_best_rate_answers_nothing(tmp_path):
+    for seed in (1, 2, 3):
+        for size in ("s2", "m2"):
+            for name, loss in (("gated", 3.0), ("gated-50", 2.9)):
+                write_run(tmp_path, f"{size}/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss + seed / 99}}, [90])
+    assert answer(tmp_path, study_arms.TABLE) == "better"
+    for seed in (1, 2, 3):
+        write_run(tmp_path, "s2/gated-50/rate-0.7-seed", seed, {0: START, 10: {"a": 2.8 + seed / 99}}, [90])
+    assert answer(tmp_path, study_arms.TABLE) == "open"
+    for seed in (1, 2):
+        write_run(tmp_path, "m2/gated-50/rate-0.7-seed", seed, {0: START, 10: {"a": 2.8 + seed / 99}}, [90])
+    assert answer(tmp_path, study_arms.TABLE) == "open"
+    write_run(tmp_path, "m2/gated-50/rate-0.7-seed", 3, {0: START, 10: {"a": None}}, [90])
+    assert answer(tmp_path, study_arms.TABLE) == "undecided"
+
+
+def answer(out, table=TABLE):
+    """What the report in ``out`` answers to one question of the table."""
+    lines, _ = written(out, table)
+    (row,) = [line for line in lines if "half of the heads, all gated, or all of them" in line]
+    return row.split("|")[-2].strip()
 
 
 def test_a_multiplier_says_for_how_many_seeds_it_is_known(tmp_path):
