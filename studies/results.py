@@ -37,15 +37,25 @@ def read_run(directory):
         return None
     rows = metrics(directory)
     heads = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
-    path = directory / "events.jsonl"
-    alarms = [row.get("alarm") for _, row in complete_rows(path) if row.get("event") == "alarm"]
     return {
         "config": config,
         "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
         "rows": rows,
         "active_heads": {layer: n for of in heads for layer, n in zip(of["layer"], of["active_heads"], strict=True)},
-        "alarms": sum(map((COLLAPSE, BALANCE, DRIFT).count, alarms)) if path.exists() else math.nan,
+        "alarms": alarms_about_heads(directory / "events.jsonl"),
     }
+
+
+def alarms_about_heads(path):
+    """Return how many alarms about heads a run's events.jsonl has, without those whose step was trained again after a
+    stop; NaN without the file."""
+    steps = []
+    for _, row in complete_rows(path):
+        if row.get("event") == "started":
+            steps = [step for step in steps if step <= row.get("step", 0)]
+        elif row.get("event") == "alarm" and row.get("alarm") in (COLLAPSE, BALANCE, DRIFT):
+            steps.append(row.get("step", 0))
+    return len(steps) if path.exists() else math.nan
 
 
 def factor_and_seed(directory):

@@ -21,7 +21,7 @@ import torch
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
-from moh_lm.data.files import read_json, refuse_foreign
+from moh_lm.data.files import publish, read_json, refuse_foreign
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
 from moh_lm.monitor.surroundings import commit
@@ -223,7 +223,7 @@ def start(run, ranks, share):
     if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
-    run.log.write_bytes(opening(run, ranks, share))
+    publish(run.log, opening(run, ranks, share))  # whole at every moment: without its hashes, a run cannot resume
     with open(run.log, "ab") as file:
         program, own = [*program, *run.arguments], os.environ | share
         return subprocess.Popen(program, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)

@@ -49,6 +49,15 @@ def test_alarms_of_a_run_without_events_are_unknown(tmp_path):
     assert (rows["dense"][place], rows["static-50"][place]) == ("unknown", "0")
 
 
+def test_an_alarm_whose_step_is_trained_again_counts_once(tmp_path):
+    write_losses(tmp_path, "dense", [3.0])
+    drift = '{"event": "alarm", "alarm": "gate drift", "step": %d}\n'
+    start = '{"event": "started", "step": %d}\n'
+    events = [start % 0, drift % 4, drift % 8, start % 5, drift % 8]  # the first time, it was killed before step 10
+    (tmp_path / "runs/s/dense/rate-1-seed-1/events.jsonl").write_text("".join(events))
+    assert results.read_run(tmp_path / "runs/s/dense/rate-1-seed-1")["alarms"] == 2
+
+
 def test_odd_folders_and_rows_end_no_table(tmp_path, capsys):
     write_losses(tmp_path, "dense", [3.0])
     for name in ("metrics", "events"):
