@@ -48,14 +48,12 @@ from benchmarks.timing import in_turns, ratio, set_up, stopwatch
 from moh_lm.build import BACKENDS, build_model
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels import measured
-from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.gated_attention import gated_attention
 from moh_lm.kernels.masks import apply_window, document_bounds
 from moh_lm.model.balance import RouterRows, attach_loss
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.supervise.malloc import keep_freed_memory
 
-TILE = 64
 LONGEST_TUNED = 16384  # tokens; longer sequences take minutes and use the tiles of this length
 PARTS = ("forward", "both")
 NEVER = 99  # a ratio worse than any other: the sparse backend could not run
@@ -146,8 +144,6 @@ def core(shape, active, length, batch, device, dtype, documents):
     scores = torch.rand(length, batch, heads - num_shared, device=device)
     routed = torch.zeros_like(scores).scatter(-1, scores.topk(num_active, -1).indices, 1)
     selected = F.pad(routed, (num_shared, 0), value=1)
-    if documents:
-        print("tiles computed, of dense causal attention: {:.1%} and {:.1%}".format(*tiles(selected, documents)))
 
     def plain(query, key, value, gates):
         return gated_attention(query, key, value, mask=documents)
@@ -165,15 +161,6 @@ def core(shape, active, length, batch, device, dtype, documents):
     functions |= {"dense, gates": with_backend("dense"), sparse: with_backend(sparse)}
     functions["own keys"] = with_backend(sparse, own_keys=True)
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
-
-
-def tiles(selected, seen):
-    """Return the tiles computed by loops over keys, and over queries, relative to those of dense causal attention."""
-    compaction = compact(selected)
-    begin, _, _, end = key_blocks(compaction, TILE, TILE, seen.starts)
-    length, batch, heads = selected.shape
-    causal = batch * heads * sum(range(1, -(-length // TILE) + 1))
-    return [part.sum().item() / causal for part in (end - begin, slot_blocks(compaction, TILE, TILE, seen.ends))]
 
 
 def layer(shape, active, length, batch, device, dtype, documents):

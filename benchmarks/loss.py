@@ -16,13 +16,12 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     options = checked(loss_flags, sys.argv[1:])  # before the imports that take seconds
 
 from functools import partial
-from statistics import median
 
 import torch
 
 from benchmarks.attention import describe
 from benchmarks.flags import SHAPES
-from benchmarks.timing import in_turns, ratio, set_up, stopwatch
+from benchmarks.timing import report, set_up
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
 from moh_lm.parallel.triton_cross_entropy import FusedLoss, triton_differentiate
@@ -50,18 +49,6 @@ def compare(shape, options, device, dtype):
 
     forms = {"torch": partial(call, None), "fused": partial(call, triton_differentiate)}
     report(f"loss {shape} {options.tokens} tokens x {options.vocab_size}", forms, device, options.rounds)
-
-
-def report(title, forms, device, rounds):
-    """Take the functions in turns, and print the times of each and their ratios to those of the first."""
-    clocks = {name: stopwatch(call, device, name) for name, call in forms.items()}
-    taken = in_turns(clocks, rounds)
-    first, *_ = taken.values()
-    for name, spent in taken.items():
-        times = [median(one[clock] for one in spent) for clock in range(len(spent[0]))]
-        ratios = [ratio(spent, first, clock) for clock in range(len(times))]
-        words = "  ".join(f"{1e3 * time:9.3f} ms {against:6.3f}" for time, against in zip(times, ratios, strict=True))
-        print(f"{title}  {name:6}{words}")
 
 
 if __name__ == "__main__":

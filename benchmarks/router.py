@@ -22,8 +22,7 @@ import torch
 
 from benchmarks.attention import budgets, describe
 from benchmarks.flags import SHAPES
-from benchmarks.loss import report
-from benchmarks.timing import set_up
+from benchmarks.timing import report, set_up
 from moh_lm.build import Settings, build_attention
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.batch_context import RouterInputs

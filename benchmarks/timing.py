@@ -52,6 +52,19 @@ def ratio(mine, base, clock):
     return median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True))
 
 
+def report(title, forms, device, rounds, layers=1):
+    """Take the functions ``forms`` in turns. Print the times of each, divided by ``layers``, and their ratios to those
+    of the first."""
+    clocks = {name: stopwatch(call, device, f"{title}: {name}") for name, call in forms.items()}
+    taken = in_turns(clocks, rounds)
+    first, *_ = taken.values()
+    for name, spent in taken.items():
+        times = [1e3 * median(one[clock] for one in spent) / layers for clock in range(len(spent[0]))]
+        ratios = [ratio(spent, first, clock) for clock in range(len(times))]
+        words = "  ".join(f"{time:10.4f} ms {against:6.3f}" for time, against in zip(times, ratios, strict=True))
+        print(f"{title}  {name:6}{words}", flush=True)
+
+
 def seconds(function, device, repeats=10):
     """Return (wall seconds, CPU seconds of the process) of a call, or on a GPU (seconds on the device,) of one of
     ``repeats`` calls."""

@@ -81,7 +81,7 @@ iterations=$FIRST_STAGE
 for ((stage = 1; stage <= stages; stage++)); do
     step "Stage $stage of the mixture: to iteration $iterations"
     train "$out/mixture" "$iterations"
-    run python launch/quickstart_losses.py --original "$out/original" --mixture "$out/mixture"
+    run python launch/quickstart_recovery.py --original "$out/original" --mixture "$out/mixture"
     if ! up_to_date "$out/hf-$iterations/config.json"; then
         run python tools/export_hf.py --checkpoint "$out/mixture" --output "$out/hf-$iterations"
     fi

@@ -1,10 +1,12 @@
 """The recovery curve: how much of a dense model's quality a Mixture-of-Head model made from it regains, and how soon.
 
     python launch/quickstart_recovery.py --mixture RUN --control RUN [--output PREFIX]
+    python launch/quickstart_recovery.py --mixture RUN --original RUN
 
-Both runs began with the same dense model and were trained on the same samples. docs/continue.md defines the recovered
-shares, for the mean over sources and for each source. PREFIX.csv receives all numbers, and PREFIX.png the curve if
-matplotlib is installed. The exit code is 2 if the runs cannot be compared.
+Mixture and control began with the same dense model and were trained on the same samples. docs/continue.md defines the
+recovered shares, for the mean over sources and for each source. PREFIX.csv receives all numbers, and PREFIX.png the
+curve if matplotlib is installed. With --original, the run of the imported model, it prints what the mixture has lost.
+The exit code is 2 if the runs cannot be compared.
 """
 
 import csv
@@ -25,12 +27,16 @@ def main(texts):
 
 def add_flags(parser):
     parser.add_argument("--mixture", type=Path, metavar="RUN", required=True, help="run directory of the mixture")
-    parser.add_argument("--control", type=Path, metavar="RUN", required=True, help="run directory of the dense model")
+    against = parser.add_mutually_exclusive_group(required=True).add_argument
+    against("--control", type=Path, metavar="RUN", help="run directory of the dense model, trained as long")
+    against("--original", type=Path, metavar="RUN", help="run directory of the import, to print its losses beside")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="of the files to write")
 
 
 def run(arguments):
-    mixture, control = evaluations(arguments.mixture), evaluations(arguments.control)
+    mixture, control = (evaluations(run) for run in (arguments.mixture, arguments.control or arguments.original))
+    if arguments.original:
+        return print_losses(arguments, mixture, control)
     if 0 not in mixture:
         raise ConfigError([f"--mixture {arguments.mixture}: was not evaluated before its first step; give another run"])
     if mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
@@ -69,6 +75,21 @@ def row(tokens, mixture_0, control_0, mixture, control):
 def share(regained, lost):
     """Return the regained share of the loss; NaN if the mixture starts as good as the dense model."""
     return regained / lost if lost > 0 else float("nan")
+
+
+def print_losses(arguments, mixture, original):
+    tokens, dense = Config.load(arguments.mixture / "config.json").run.batch_tokens, original.get(0)
+    if dense is None:
+        raise ConfigError([f"--original {arguments.original}: was not evaluated before its first step; give another"])
+    if arguments.output:
+        raise ConfigError([f"--output {arguments.output}: is for a recovery curve; leave it out, or give --control"])
+    rows = {"original": dense}
+    for step, losses in sorted(mixture.items()):
+        rows[f"mixture after {step * tokens:,} tokens" if step else "mixture before training"] = losses
+    print(f"{'loss in nats per token':<32}" + "".join(f"{name:>12}" for name in dense) + f"{'lost':>12}")
+    for label, losses in rows.items():
+        found = "".join(f"{losses[name]:12.3f}" for name in dense)
+        print(f"{label:<32}{found}{losses['mean'] - dense['mean']:+12.3f}")
 
 
 def print_table(rows, names):

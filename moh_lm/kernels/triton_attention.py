@@ -128,7 +128,7 @@ def head_sparse_attention(
     """Compute g_i H_i of the heads in ``context``, and of the others where a token selects them, else 0: [s, b, heads,
     e].
 
-    Also returns what the backward pass needs: positions and after of ``Compaction``, H in selected slots [b, heads, s,
+    Also returns what the backward pass needs: positions and after of ``compact``, H in selected slots [b, heads, s,
     e], and the log2 of the softmax sums, [b, heads, s]. Only the first result has a gradient.
 
     query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. selected: [s, b, heads],

@@ -3,7 +3,7 @@ pass.
 
 Differences from FlashAttention-2:
 
-1. Rows. A program takes a block of BM *slots* of one head (``moh_lm.kernels.compaction``) and gathers their query rows
+1. Rows. A program takes a block of BM *slots* of one head (triton_compaction.py) and gathers their query rows
    from [s, b, heads, e] inside the kernel; keys and values stay where they are. The grid covers all s slots and each
    program reads the number of selected ones from device memory: no capacity, no dropped token, no synchronisation, and
    a CUDA graph can be replayed with another routing.

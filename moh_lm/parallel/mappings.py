@@ -1,4 +1,4 @@
-"""Conjugate collectives: each is an autograd function whose backward is the other of its pair.
+"""Conjugate collectives: the backward of each is the other of its pair.
 
 Between layers the activations are [s/tp, b, d]: every tensor-parallel rank holds a slice of the sequence (sequence
 parallelism, Korthikanti et al. 2022). Inside a layer they are whole, and the weights are sliced.
@@ -8,6 +8,7 @@ parallelism, Korthikanti et al. 2022). Inside a layer they are whole, and the we
     gather_heads       all-gather             reduce-scatter
     scatter_sum        reduce-scatter         all-gather
     replicate          identity               all-reduce
+    exchange           all-to-all             all-to-all
 
 On one rank (``group`` None) each of them is the identity.
 """
@@ -15,71 +16,69 @@ On one rank (``group`` None) each of them is the identity.
 import torch
 import torch.distributed as dist
 
-from moh_lm.parallel.groups import group_size
-
 
 def gather_sequence(shard, group):
     """[s/tp, ...] -> [s, ...]; the gradients of all ranks are summed back into the shards."""
-    return shard if group is None else Gather.apply(shard, group)
+    return shard if group is None else Collective.apply(shard, group, all_gather, reduce_scatter)
 
 
 def gather_heads(shard, group):
     """[..., h/tp] -> [..., h], rank after rank; the gradients of all ranks are summed back into the shards."""
-    return shard if group is None else Gather.apply(shard.movedim(-1, 0), group).movedim(0, -1)
+    return shard if group is None else gather_sequence(shard.movedim(-1, 0), group).movedim(0, -1)
 
 
 def scatter_sum(partial, group):
     """Partial sums [s, ...] -> sums [s/tp, ...]."""
-    return partial if group is None else Scatter.apply(partial, group)
+    return partial if group is None else Collective.apply(partial, group, reduce_scatter, all_gather)
 
 
 def replicate(weight, group):
     """Return a weight that all ranks hold whole but apply to their own tokens. Its gradient is summed over ranks."""
-    return weight if group is None else Replicate.apply(weight, group)
+    return weight if group is None else Collective.apply(weight, group, identity, all_reduce)
 
 
-class Gather(torch.autograd.Function):
+def exchange(parts, group):
+    """Part i of [cp, ...] goes to rank i, and part i of the result comes from rank i; gradients go the other way."""
+    return Collective.apply(parts, group, all_to_all, all_to_all)
+
+
+class Collective(torch.autograd.Function):
+    """collective(tensor, group) of the ranks of a group; the gradients are those of ``conjugate``."""
+
     @staticmethod
-    def forward(ctx, shard, group):
-        ctx.group = group
-        return all_gather(shard, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return reduce_scatter(gradient, ctx.group), None
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial, group):
-        ctx.group = group
-        return reduce_scatter(partial, group)
+    def forward(ctx, tensor, group, collective, conjugate):
+        ctx.group, ctx.conjugate = group, conjugate
+        return collective(tensor, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        return all_gather(gradient, ctx.group), None
+        return ctx.conjugate(gradient, ctx.group), None, None, None
 
 
-class Replicate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, group):
-        ctx.group = group
-        return weight.view_as(weight)
+def identity(weight, group):
+    return weight.view_as(weight)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+
+def all_reduce(partial, group):
+    total = partial.contiguous()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def all_gather(shard, group):
-    whole = shard.new_empty(shard.shape[0] * group_size(group), *shard.shape[1:])
+    whole = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
     dist.all_gather_into_tensor(whole, shard.contiguous(), group=group)
     return whole
 
 
 def reduce_scatter(whole, group):
-    shard = whole.new_empty(whole.shape[0] // group_size(group), *whole.shape[1:])
+    shard = whole.new_empty(whole.shape[0] // dist.get_world_size(group), *whole.shape[1:])
     dist.reduce_scatter_tensor(shard, whole.contiguous(), group=group)
     return shard
+
+
+def all_to_all(parts, group):
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moh_lm.parallel.mappings import exchange
+
 
 class ContextGroups(NamedTuple):
     """ranks: the ranks that share a sequence and hold the same shards. sequence: these and their tensor-parallel
@@ -93,14 +95,14 @@ class UlyssesExchange:
             parts.append(dealt.movedim(2, 0))
         shapes = [part.shape[3:] for part in parts]
         sent = torch.cat([part.flatten(3) for part in parts], dim=3)
-        received = AllToAll.apply(sent, self.context.ranks).flatten(0, 1)  # [s, b, widths of all]
+        received = exchange(sent, self.context.ranks).flatten(0, 1)  # [s, b, widths of all]
         split = received.split([shape.numel() for shape in shapes], dim=2)
         # Copies, so that keeping one of them does not keep the memory of the others.
         return [part.unflatten(2, shape).contiguous() for part, shape in zip(split, shapes, strict=True)]
 
     def to_tokens(self, heads):
         """[s, b, h/cp, e] -> [s/cp, b, h, e]."""
-        received = AllToAll.apply(heads.unflatten(0, (self.size, -1)), self.context.ranks)  # [cp, s/cp, b, h/cp, e]
+        received = exchange(heads.unflatten(0, (self.size, -1)), self.context.ranks)  # [cp, s/cp, b, h/cp, e]
         return picked(received.movedim(0, 2).flatten(2, 3), 2, self.places)
 
 
@@ -119,23 +121,3 @@ class UlyssesAttention(nn.Module):
             per_head = self.exchange.to_heads(*(part.unsqueeze(-1) for part in per_head))
             gates, selected = (*(part.squeeze(-1) for part in per_head), None)[:2]
         return self.exchange.to_tokens(self.core(query, key, value, gates, selected, mask))
-
-
-class AllToAll(torch.autograd.Function):
-    """Part i of [cp, ...] goes to rank i, and part i of the result comes from rank i; gradients go the other way."""
-
-    @staticmethod
-    def forward(ctx, parts, group):
-        ctx.group = group
-        return all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return all_to_all(gradient, ctx.group), None
-
-
-def all_to_all(parts, group):
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from moh_lm.kernels.compaction import at_positions, compact, key_blocks
 from moh_lm.kernels.gated_attention import Backend
 from moh_lm.kernels.selected_keys import in_slots
+from tests.kernels.blocks import at_positions, compact, key_blocks
 
 BLOCK = 128
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.masks import apply_window, mean_keys
 from tests.attention_cases import ROUTINGS, everything, make_inputs, make_mask
 from tests.kernels import flex
+from tests.kernels.blocks import compact, key_blocks, slot_blocks
 
 FLEX_DOCUMENTS = [[[1000]], [[100, 300, 1000], [1, 140, 200, 1000]], [[128, 256, 1000], [127, 2, 1000]], [[3] * 200]]
 

@@ -224,12 +224,13 @@ def test_results_repeat_and_follow_from_what_tokens_see(interpreter):
 
 
 def check_compaction(dtype):
-    from moh_lm.kernels import compaction, triton_compaction
+    from moh_lm.kernels import triton_compaction
+    from tests.kernels import blocks
 
     for length in (1, 75, 1024, 2100):
         *_, selected = make_inputs(length, 2, 4, 4, 8, "odd_routing" if length > 1 else "everything")
         part = selected.to(dtype)[..., 1:]
-        assert all(map(torch.equal, triton_compaction.compact(part), compaction.compact(part)))
+        assert all(map(torch.equal, triton_compaction.compact(part), blocks.compact(part)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
@@ -241,7 +242,7 @@ def check_tiles(lengths, window=0):
     """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+    from tests.kernels.blocks import compact, key_blocks, slot_blocks
 
     count = 0
     mask = make_mask(lengths, 82, 1, window=window)

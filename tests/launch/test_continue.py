@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from launch import quickstart_losses, quickstart_recovery
+from launch import quickstart_recovery
 from moh_lm.checks import config_problems
 from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
@@ -118,7 +118,7 @@ def test_a_run_that_diverged_has_no_curve(tmp_path, capsys):
 
 def test_the_table_of_losses_says_what_a_mixture_has_lost(tmp_path, capsys):
     runs = [write_run(tmp_path / name, losses) for name, losses in (("original", CONTROL), ("mixture", MIXTURE))]
-    assert quickstart_losses.main(["--original", str(runs[0]), "--mixture", str(runs[1])]) == 0
+    assert quickstart_recovery.main(["--original", str(runs[0]), "--mixture", str(runs[1])]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][-4:] == ["mean", "prose", "code", "lost"]
     assert lines[1] == ["original", "3.100", "3.000", "3.200", "+0.000"]

@@ -119,12 +119,10 @@ TRAINING = {
     "launch/quickstart_corpus.py": """
         | OUTPUT: must be given
     """,
-    "launch/quickstart_losses.py": """
+    "launch/quickstart_recovery.py": """
+        --mixture run | one of the arguments --control --original is required
         --original run | --mixture: must be given
         --original nosuch --mixture nosuch | nosuch
-    """,
-    "launch/quickstart_recovery.py": """
-        --mixture run | --control: must be given
         --mixture nosuch --control nosuch | --mixture nosuch: was not evaluated before its
     """,
 }

@@ -1,23 +1,4 @@
-"""Gathers the selected queries of every head, so that sparse backends compute only those.
-
-Only some tokens need a routed head. Its queries are put into *slots*: first the tokens that select the head, from the
-last to the first, then the others. The slots of a head are a permutation of the sequence, so shapes never depend on the
-routing, nothing is dropped, and the host never waits for the device. The block of slots that is not full holds the
-earliest tokens, which attend to the fewest keys.
-
-Positions descend over the selected slots, so causality is still expressed by ranges. With p(i) the position of slot i
-and n(t) the number of selected tokens from position t on:
-
-    slots [i, j), all selected    all see the keys [0, p(j - 1)], some see those up to p(i)
-    keys [t, u)                   are seen by the slots before n(t), all of them by those before n(u - 1)
-
-Inside documents or a window, position t sees keys from start(t) on and is seen before end(t). This adds bounds:
-
-    slots [i, j), all selected    all see the keys from start(p(i)) on, some see those from start(p(j - 1)) on
-    keys [t, u)                   are seen by the slots from n(end(u - 1)) on, all of them by those from n(end(t)) on
-
-Shapes: s sequence, b batch.
-"""
+"""The slots of triton_compaction.py by torch, and the blocks of keys and of slots that kernels process for them."""
 
 from typing import NamedTuple
 
