@@ -10,9 +10,9 @@
 #
 # OUT (default: runs/ablation) receives the runs, REPORT.md and its pictures. The same command resumes where it
 # stopped. FLAGS are those of python -m studies.ablation --help, and any of moh_lm.pretrain, which win. The model has 1.4M
-# parameters; without --data-dir the text is that of the quickstart. While it works, the report of what is complete:
-# bash launch/ablation.sh OUT --report. Each run keeps one checkpoint, of 12 bytes per parameter. A table at the size
-# of LLM-S on 8 GPUs:
+# parameters; without --data-dir the text is that of the quickstart. For a report of the complete runs while it
+# works, run: bash launch/ablation.sh OUT --report. Each run keeps one checkpoint, of 12 bytes per parameter. A table at
+# the size of LLM-S on 8 GPUs:
 #
 #     bash launch/ablation.sh runs/ablation-s --data-dir DATA --ranks 8 --num-attention-heads 16 --num-layers 12 \
 #         --hidden-size 768 --intermediate-size 2048 --vocab-size 65536 --seq-length 2048 --batch-tokens 512K \

@@ -7,8 +7,8 @@
 # (docs/history/atlas.md). OUT (default: runs/atlas) receives corpus, tokens, runs, REPORT.md and its pictures. Stop it whenever
 # you like: the same command resumes, and repeats nothing that is complete.
 #
-# FLAGS are those of python -m studies.atlas --help, and any of moh_lm.pretrain, which win. While it works, the report of
-# what is complete: bash launch/atlas.sh OUT --report.
+# FLAGS are those of python -m studies.atlas --help, and any of moh_lm.pretrain, which win. For a report of the
+# complete runs while it works, run: bash launch/atlas.sh OUT --report.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"

@@ -5,7 +5,7 @@
 #
 # OUT (default: runs/quickstart_vision) receives everything. The classifier is trained with 76% of its heads and with all
 # of them, and both accuracies are shown. The other model draws digits. FLAGS of moh_lm.vision win over the values here,
-# for all three. A repetition resumes where the one before ended.
+# for all three. Run the same command again to resume.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"

@@ -8,9 +8,9 @@
 # the same command resumes, and repeats nothing that is complete.
 #
 # The next size: --sizes m2 --seeds 1 2 3. Seconds of every arm, side by side on this machine: --times 5. The report of
-# what is complete: --report. After --recorded studies/study_runs.jsonl the runs that we trained count as yours. On a
-# GPU, train one run with --compile first, which fills the compiler's cache, and then twelve at a time: --jobs 12. FLAGS
-# are those of python -m studies.study --help, and any of moh_lm.pretrain, which win.
+# what is complete: --report. --recorded studies/study_runs.jsonl reuses the runs that we trained. On a GPU, train one
+# run with --compile first, which fills the compiler's cache, and then twelve at a time: --jobs 12. FLAGS are those of
+# python -m studies.study --help, and any of moh_lm.pretrain, which win.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"

@@ -15,7 +15,7 @@ from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, flag, raise_any, walk
 from moh_lm.cost.devices import device_name
-from moh_lm.units import at_least, duration, integer, quantity, real, words, wrapped
+from moh_lm.units import at_least, duration, duration_text, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
 
@@ -346,5 +346,6 @@ def placeholder(entry):
 def help_text(entry):
     shown = " ".join(map(str, entry.default)) if is_list(entry) else str(entry.default)
     shown = shown.lower() if isinstance(entry.default, bool) else shown
+    shown = duration_text(entry.default) if "duration" in entry.metadata and entry.default else shown
     default = "" if entry.default in (None, (), "") else f" (default: {shown})"
     return (entry.metadata["help"] + default).replace("%", "%%")

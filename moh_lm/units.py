@@ -86,8 +86,18 @@ def short(number):
     return str(number)
 
 
-def gibibytes(size):
-    return f"{size / 2**30:.2f} GiB"
+def duration_text(seconds):
+    """Return a text such as 3h50m, which ``duration`` reads."""
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        number, seconds = divmod(seconds, size)
+        parts += [f"{number}{unit}"] if number else []
+    return "".join(parts) or "0"
+
+
+def binary_size(size):
+    """Return a number of bytes in GiB, or in MiB below 0.1 GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def words(value):

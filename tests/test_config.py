@@ -1,5 +1,6 @@
 """Configuration: flags, quantities, JSON, and every refusal in one line with the value and the remedy."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,13 +9,15 @@ from moh_lm.checks import config_problems
 from moh_lm.checks.idle import idle_flags
 from moh_lm.checks.layout import context_problems, tensor_problems
 from moh_lm.checks.model import model_problems
-from moh_lm.config import Config, ConfigError, HeadsConfig, RoutedLayer, walk
+from moh_lm.config import Config, ConfigError, HeadsConfig, ReliabilityConfig, RoutedLayer, walk
 from moh_lm.config.resolve import model_values
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
 from moh_lm.flags import config_of, make_parser, parse_config, parse_flags, save_config, without_replaced
 from moh_lm.model.matrices import blocks_of
 from moh_lm.monitor.head_map import CELL, LEFT, TOP, head_map
+from moh_lm.units import duration, duration_text
+from moh_lm.vision.config import KINDS
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]
@@ -267,31 +270,45 @@ def test_a_name_without_a_value_in_a_file_is_refused(line, tmp_path):
         parse_config(["--config", str(tmp_path / "run.yaml")])
 
 
+def test_help_is_about_what_is_trained_and_shows_what_can_be_typed():
+    for task in (Config, *KINDS.values()):
+        shown = make_parser(task).format_help()
+        assert ("Muon" in shown, "language" in shown, "--optimizer" in shown) == ((task is Config),) * 3
+        (default,) = re.findall(r"--hang-timeout TIME\s[^(]*\(default:\s(\w+)\)", shown)
+        assert default == "30m" and duration(default) == ReliabilityConfig().hang_timeout
+
+
+@pytest.mark.parametrize("seconds", [0, 59, 60, 1800, 13_800, 86_400, 90_061])
+def test_a_duration_is_shown_as_it_is_typed(seconds):
+    assert duration(duration_text(seconds)) == seconds
+
+
 def test_flags_without_effect_are_named():
     def note(flags):
         given = parse_flags(make_parser(), flags.split())
         return "".join(idle_flags(given, config_of(given)))
 
     assert note("--num-shared-heads 3 --router-gumbel-noise 1") == note("--routing paper --two-stage false") == ""
-    assert note("--decay-shape linear") == "note: --schedule cosine makes no use of --decay-shape"
-    entropy = "note: a router without --routing-top-p makes no use of --routing-entropy-coefficient"
+    assert note("--decay-shape linear") == "note: --decay-shape has no effect with --schedule cosine"
+    entropy = "note: --routing-entropy-coefficient has no effect without --routing-top-p"
     assert note("--routing-entropy-coefficient 1") == entropy
     assert note("--routing paper --routing-top-p 0.5 --routing-entropy-coefficient 1") == ""
     assert note("--schedule wsd --decay-shape linear") == ""
-    assert note("--on-spike skip") == "note: a run without --spike-sigmas makes no use of --on-spike"
-    assert note("--sample-tokens 9") == "note: a run without --sample-prompts makes no use of --sample-tokens"
+    assert note("--on-spike skip") == "note: --on-spike has no effect without --spike-sigmas"
+    assert note("--sample-tokens 9") == "note: --sample-tokens has no effect without --sample-prompts"
     assert note("--on-spike skip --spike-sigmas 6 --sample-tokens 9 --sample-prompts a") == ""
-    assert note("--two-stage false") == "note: --routing sigmoid makes no use of --two-stage"
+    assert note("--two-stage false") == "note: --two-stage has no effect with --routing sigmoid"
     found = note("--num-shared-heads 3 --router-gumbel-noise 1 --head-selection all --router-gradient-clipping 1")
-    assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")
-    assert found.endswith("--router-gradient-clipping")
+    assert found.startswith("note: --num-shared-heads, --router-gumbel-noise, ")
+    assert found.endswith("--router-gradient-clipping have no effect with --head-selection all")
     static = "--head-selection static --routing-unit key_value_group --num-key-value-heads 4"
-    assert note(f"{static} --routing relu").endswith(" use of --routing, --routing-unit")
+    idle = note(f"{static} --routing relu")
+    assert idle == "note: --routing, --routing-unit have no effect with --head-selection static"
     assert note(f"{static} --head-budget 0.6") == ""  # which has whole groups
-    relu = "note: --routing relu makes no use of --load-balance-coefficient"
+    relu = "note: --load-balance-coefficient has no effect with --routing relu"
     assert note("--routing relu --load-balance-coefficient 0.5") == relu
     gated = note("--head-selection gated --routing sigmoid --num-shared-heads 3 --router-gumbel-noise 1")
-    assert gated.endswith("gated makes no use of --num-shared-heads, --router-gumbel-noise")
+    assert gated.endswith("--num-shared-heads, --router-gumbel-noise have no effect with --head-selection gated")
 
 
 def test_muon_refuses_uneven_heads_on_several_ranks():

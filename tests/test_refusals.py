@@ -21,7 +21,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--seed x": ("--seed x", "whole number"),
     "--gate-width 769": ("--gate-width 769", "between 0, for all, and --hidden-size 768"),
     "--routing query_norm --gate-width 48": ("--gate-width 48", "query_norm reads queries"),
-    "--element-gates": ("--head-selection mixture: with --element-gates", "all heads are always on"),
+    "--element-gates": ("--element-gates: needs all heads", "add --head-selection all"),
+    "--attention latent --qk-norm": ("--qk-norm: does not work with --attention latent, because", "leave one of"),
     "--head-selection gated --routing relu": ("--head-selection gated", "are those of sigmoid or softplus"),
     "--routing softplus --dense-warmup-iters 2": ("--dense-warmup-iters 2", "begin near 0.693 (shared)"),
     "--routing softmax": ("--routing softmax", "paper, paper_scaled, released, sigmoid, query_norm"),
@@ -77,8 +78,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--routed-positions head": ("--routed-positions head", "add --routed-keys selected"),
     f"{COUNTED} --position none": ("--routed-positions head", "--position rotary"),
     f"{COUNTED} --num-key-value-heads 6": ("--routed-positions head", "add --routing-unit key_value_group"),
-    "--position learned": ("--learned-positions None", "at least --seq-length"),
-    "--position learned --learned-positions 9": ("--learned-positions 9", "at least 16"),
+    "--position learned": ("--learned-positions is missing", "at least --seq-length"),
+    "--position learned --learned-positions 9": ("--learned-positions 9", "at least --seq-length 16"),
     "--position learned none learned --num-layers 3 --learned-positions 99": ("learned none", "learned alone"),
     "--rotary-fraction 1.5": ("--rotary-fraction 1.5", "at most 1"),
     "--head-dim 10 --rotary-fraction 0.5": ("--head-dim 10 and --rotary-fraction 0.5", "even"),
@@ -89,10 +90,10 @@ REFUSALS = {  # flags: what the one line has to name
     "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
     f"{IN_GROUPS} --num-shared-heads 3": ("--num-shared-heads 3", "6 groups", "multiples of 6, such as 0 and 6"),
     f"{IN_GROUPS} --num-key-value-heads 12": ("--routing-unit head_in_group", "none do", "--num-key-value-heads"),
-    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "each group has equally many", "leave it out"),
-    f"{IN_GROUPS} --routing-top-p 0.5 --routing paper": ("--routing-top-p 0.5", "head_in_group", "leave it out"),
+    f"{IN_GROUPS} --routing relu": ("--routing relu", "head_in_group", "each group needs a fixed one", "leave one of"),
+    f"{IN_GROUPS} --routing-top-p 0.5 --routing paper": ("--routing-top-p 0.5", "head_in_group", "leave one of"),
     f"{IN_GROUPS} --routed-keys selected": ("--routed-keys selected", "head_in_group", "sees all keys"),
-    f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave it out"),
+    f"{IN_GROUPS} --attention latent --num-key-value-heads 12": ("--attention latent", "head_in_group", "leave one of"),
     "--attention-backend groups": ("--attention-backend groups", "--routing-unit head_in_group", "choose auto"),
     "--cuda-graph": ("--cuda-graph", "needs a CUDA GPU", "leave it out"),
     "--fused-loss": ("--fused-loss", "need a GPU", "leave the flag out"),
@@ -104,7 +105,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),
     "--routing-entropy-coefficient -1": ("--routing-entropy-coefficient -1", "0 or above"),
     "--batch-tokens 5000": ("--batch-tokens 5000", "4992 or 5008"),
-    "--micro-batch-size 3": ("micro_batch_size(3)", "choose --batch-tokens 4194336"),
+    "--micro-batch-size 3": ("of 3 (--micro-batch-size 3 on 1 data-parallel rank)", "choose --batch-tokens 4194336"),
     "--learning-rate 1e-5": ("--min-learning-rate 3e-05", "1e-05"),
     "--adam-beta2 1": ("--adam-beta2 1", "below 1"),
     "--muon-split head": ("--muon-split head", "no meaning with --optimizer adamw"),
@@ -147,6 +148,9 @@ def refused(capsys, monkeypatch):
 def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, refused, data_dir):
     (problem,) = refused(*REQUIRED, "--data-dir", data_dir, *TINY, *flags.split())
     assert all(part in problem for part in REFUSALS[flags]), problem
+    named = next(word.strip(":") for word in problem.split() if word.startswith("--"))
+    assert named in flags.split() or not problem.endswith("leave it out"), problem  # only what was given can be
+    assert not {"None", "True", "False"} & {*problem.replace(":", " ").split()}
 
 
 def test_odd_widths_are_allowed_where_nothing_turns():

@@ -27,7 +27,7 @@ def main(texts):
 
 def add_flags(parser):
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    help_of_steps = "two or more of its checkpoints"
+    help_of_steps = "two or more checkpoints of the run"
     parser.add_argument("--steps", type=at_least(1), nargs="+", required=True, metavar="STEP", help=help_of_steps)
     parser.add_argument("--output", type=output_path, required=True, metavar="AVERAGE", help="run directory to be made")
 

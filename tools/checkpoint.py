@@ -28,6 +28,16 @@ POSITION = (  # entries of state.json
     "router_shares", "data",
 )  # fmt: skip
 
+PATHS = {  # argument -> help
+    "RUN": "run directory",
+    "RUN_OR_STEP": "step directory, or a run directory for its newest step",
+    "A": "the first: a step directory, or a run directory for its newest step",
+    "B": "the second, in the same form",
+    "STEP": "step directory, or a run directory for its newest step",
+    "DEST": "run directory, which receives the step among its checkpoints, or another directory",
+    "FILE": "safetensors file to write",
+}
+
 
 def main(texts):
     return run_file(__file__, __doc__, add_flags, run, texts, code=2)
@@ -40,7 +50,8 @@ def add_flags(parser):
         added = commands.add_parser(command, help=help, description=help)
         for path in paths:
             written = path in ("DEST", "FILE")
-            added.add_argument(path.lower(), metavar=path, type=output_path if written else Path)
+            type = output_path if written else Path
+            added.add_argument(path.lower(), metavar=path, type=type, help=PATHS[path])
         return added
 
     lists = add("list", "list all checkpoints of a run, also damaged and unfinished ones; checks sizes only", "RUN")

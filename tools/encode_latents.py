@@ -44,9 +44,9 @@ def add_flags(parser):
     parser.add_argument("--image-size", type=at_least(1), required=True, metavar="S", help="side of an image in pixels")
     parser.add_argument("--output", type=output_path, required=True, metavar="LATENTS", help="directory to create")
     parser.add_argument("--batch-size", type=at_least(1), default=32, metavar="N", help="images at a time "
-                        "(%(default)s)")  # fmt: skip
+                        "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--dtype", choices=("fp16", "fp32"), default="fp16", help="precision of the latents "
-                        "(%(default)s)")  # fmt: skip
+                        "(default: %(default)s)")  # fmt: skip
 
 
 def run(arguments):

@@ -145,7 +145,7 @@ def evaluate(arguments):
                     task_manager=manager,
                 )
             except AssertionError as error:  # the harness raises it if an answer does not fit
-                asked = f"{', '.join(names)}: cannot be asked with sequences of {model.max_length} tokens"
+                asked = f"{', '.join(names)}: prompts with answers do not fit into {model.max_length} tokens"
                 remedy = "give a larger --max-length, or choose other --tasks"
                 raise ConfigError([f"{asked} ({str(error) or 'an answer alone is longer'}); {remedy}"]) from error
             harness |= output["results"]

@@ -1,7 +1,8 @@
 """Exports a checkpoint as a directory that transformers loads, with the same logits as the trainer's model.
 
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16] [--as qwen3_5 | laguna]
-                              [--license apache-2.0] [--base-model OWNER/NAME] [--push-to-hub OWNER/NAME]
+                              [--license apache-2.0] [--language en] [--base-model OWNER/NAME]
+                              [--push-to-hub OWNER/NAME]
 
 docs/huggingface.md lists the files. The trainer already uses Hugging Face's parameter names. Parameters are read one by
 one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
@@ -39,6 +40,7 @@ def add_flags(parser):
     add("--dtype", default="float32", choices=dtypes, help="dtype of the weights (default: %(default)s)")
     add("--as", dest="stock", type=stock_class, metavar="{qwen3_5,laguna}", help="class of transformers to write a "
         "gated model for, so that it needs no remote code")  # fmt: skip
+    add("--language", metavar="ID", type=hub_word, help="language on the model card, such as en")
     add("--license", metavar="ID", type=hub_word, help="licence on the model card, such as apache-2.0")
     add("--base-model", metavar="OWNER/NAME", type=hub_word, help="continued model on the hub, for the card")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="largest file (default: %(default)s)")

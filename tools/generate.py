@@ -45,9 +45,11 @@ def add_flags(parser):
     add("--dtype", default="float32", choices=dtypes, help="precision of weights and cache (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if available, else cpu)")
     backends = ("auto", "dense", "loops", "triton")
-    add("--attention-backend", default="auto", choices=backends, help="heads that a new token reads: triton: the "
-        "selected ones; dense: all; auto: whichever was faster (default: %(default)s)")  # fmt: skip
-    add("--cuda-graph", action="store_true", help="launch all of a step at once, after a comparison; it needs a GPU")
+    add("--attention-backend", default="auto", choices=backends, help="heads that a new token reads: dense: all; "
+        "loops (CPU), triton (GPU): the selected ones; auto: whichever was measured to be faster (default: "
+        "%(default)s)")  # fmt: skip
+    add("--cuda-graph", action="store_true", help="replay each new token as one CUDA graph, compared with plain "
+        "generation first; needs a GPU")  # fmt: skip
     add("--json", action="store_true", help="print a JSON object for each prompt: prompt, text, tokens")
 
 

@@ -52,7 +52,7 @@ def refuse_dangling(directory, newest=None):
     link = max((step for step in links if not step.exists()), key=step_number, default=None)
     newest = newest or next(iter(list_steps(directory)), None)
     if link and (newest is None or step_number(newest) < step_number(link)):
-        raise ConfigError([f"{link}: is a link to what is not there; mount its disk, or remove the link"])
+        raise ConfigError([f"{link}: is a link whose target does not exist; mount its disk, or remove the link"])
 
 
 def step_around(path):

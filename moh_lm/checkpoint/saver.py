@@ -38,6 +38,7 @@ from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, ran
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
 from moh_lm.parallel.consensus import all_ranks_or_raise, from_all_ranks, on_rank_zero, problems_of_all_ranks
+from moh_lm.units import binary_size
 
 FILE_OVERHEAD = 1 << 20  # generous limit for a rank's bytes besides its tensors and the tokenizer
 ROUND_S = 1  # seconds after which ranks that wait for the files of others tell each other how far they are
@@ -213,8 +214,8 @@ class Saver:
             free = free_bytes(self.directory)
             if free < need:
                 return [
-                    f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
-                    "make room, or keep fewer steps with --keep-last"
+                    f"{temporary}: no space left on device: the checkpoint takes {binary_size(need)} and "
+                    f"{binary_size(free)} are free; make room, or keep fewer steps with --keep-last"
                 ]
             if os.path.lexists(temporary):  # another user's, or one with open files on NFS
                 set_aside(temporary)
@@ -291,8 +292,9 @@ def check_space(directory, fragments, tokenizer):
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
     if free < copies * need:
         raise ConfigError([
-            f"--checkpoint-dir {Path(directory).parent}: no space left: {free:,} bytes are free, and {copies} "
-            f"checkpoints of {need:,} bytes need room; make room, or give a directory on a larger disk"
+            f"--checkpoint-dir {Path(directory).parent}: no space left: {binary_size(free)} are free, and {copies} "
+            f"checkpoint{'s' * (copies > 1)} of {binary_size(need)} must fit; make room, or give a directory on a "
+            "larger disk"
         ])
     on_rank_zero(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
     all_ranks_or_raise(lambda: write_a_byte(directory))

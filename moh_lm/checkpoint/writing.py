@@ -11,6 +11,7 @@ from moh_lm.checkpoint.fragments import write_safetensors
 from moh_lm.checkpoint.manifest import HashedFile
 from moh_lm.data.files import json_bytes
 from moh_lm.data.shards import tokenizer_files
+from moh_lm.units import binary_size
 
 
 class Writing(threading.Thread):
@@ -50,11 +51,11 @@ def describe_failure(error, directory, need):
     """Return a sentence with the file, the reason, and the sizes."""
     reason = (error.strerror or str(error)).lower()
     try:
-        free = f"{free_bytes(directory):,}"
+        free = binary_size(free_bytes(directory))
     except OSError:  # the file system is away
-        free = "an unknown number"
+        free = "an unknown number of bytes"
     return (
-        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free} are left; "
+        f"{error.filename or directory}: {reason}: the checkpoint takes {binary_size(need)} and {free} are left; "
         "the partial one is removed"
     )
 

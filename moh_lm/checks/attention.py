@@ -66,9 +66,9 @@ def latent_problems(model):
     if "rotary" in model.position and model.qk_rope_head_dim and model.qk_rope_head_dim % 2:
         found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features rotate in pairs; choose an even number")
     others = (
-        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
+        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "its heads share no keys"),
         ("--rotary-fraction", model.rotary_fraction, 1.0, "--qk-rope-head-dim says how many features are rotated"),
-        ("--qk-norm", model.qk_norm, False, "the latents have norms"),
+        ("--qk-norm", model.qk_norm, False, "its latents have norms already"),
         ("--routed-keys", model.heads.routed_keys, "all", "a token keeps one vector for all heads"),
         ("--position", "cope" in model.position and "cope", False, "its table fits heads of --head-dim"),
     )
@@ -90,9 +90,9 @@ def width_problems(model):
         if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2
     ]
     others = (
-        ("--head-dim", model.head_dim, max(widths), "it is the widest"),
-        ("--attention", model.attention, "heads", "there is one width of latents"),
-        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
+        ("--head-dim", model.head_dim, max(widths), "it has to be the widest of them"),
+        ("--attention", model.attention, "heads", "its latents have one width"),
+        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "its heads share no keys"),
         ("--qk-norm", model.qk_norm, False, "one weight would have to serve heads of all widths"),
         ("--routed-keys", model.heads.routed_keys, "all", "its marks are for heads of one width"),
         ("--position", "cope" in model.position and "cope", False, "its tables are for heads of one width"),
@@ -102,17 +102,21 @@ def width_problems(model):
 
 def element_gate_problems(model):
     """Check what gates of features contradict."""
+    given = "--element-gates"
+    if not model.element_gates:
+        return []
+    found = [f"{given}: needs all heads; add --head-selection all"] * (model.heads.head_selection != "all")
     others = (
-        ("--head-selection", model.heads.head_selection, "all", "all heads are always on"),
         ("--attention", model.attention, "heads", "latent attention has no such gates"),
-        ("--head-dims", " ".join(map(str, model.head_dims)), "", "heads have one width"),
+        ("--head-dims", " ".join(map(str, model.head_dims)), "", "it needs heads of one width"),
     )
-    return refusals("--element-gates", others) if model.element_gates else []
+    return found + refusals(given, others)
 
 
 def refusals(given, others):
     """others: [(flag, its value, the only value that goes with the flags ``given``, why)]."""
-    return [f"{name} {value}: with {given}, {why}; leave it out" for name, value, free, why in others if value != free]
+    typed = [(name if value is True else f"{name} {value}", why) for name, value, free, why in others if value != free]
+    return [f"{one}: does not work with {given}, because {why}; leave one of them out" for one, why in typed]
 
 
 def position_problems(model):
@@ -123,9 +127,11 @@ def position_problems(model):
         return [f"{given}: choose among {', '.join(allowed)}"]
     found = below(model, 1, "cope_max_position")
     if "learned" in kinds and len(kinds) > 1:
-        found.append(f"{given}: a learned table serves all layers; give learned alone")
-    if "learned" in kinds and (model.learned_positions or 0) < 1:
-        found.append(f"--learned-positions {model.learned_positions}: {given} needs a number, at least --seq-length")
+        found.append(f"{given}: a learned table is for all layers; give --position learned alone")
+    if "learned" in kinds and model.learned_positions is None:
+        found.append(f"--learned-positions is missing: {given} needs it; give at least --seq-length")
+    elif "learned" in kinds:
+        found += below(model, 1, "learned_positions")
     found += [
         f"{flag(key)} {getattr(model, key)}: has no meaning with {given}; leave it out"
         for key, kind in OF_POSITION.items()
@@ -141,7 +147,7 @@ def table_problems(config):
     rows, length = config.model.learned_positions, config.run.seq_length
     if rows is None or rows < 1 or rows >= length or "learned" not in config.model.position:
         return []
-    return [f"--learned-positions {rows}: --seq-length {length} needs as many; choose at least {length}"]
+    return [f"--learned-positions {rows}: must be at least --seq-length {length}"]
 
 
 def rope_problems(model):

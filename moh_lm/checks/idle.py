@@ -10,13 +10,17 @@ ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # opti
 def idle_flags(given, config):
     """Return a sentence for each reason why given flags have no effect. given: the result of ``parse_flags``."""
     idle = {
-        "--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else [],
-        "a run without --spike-sigmas": [] if config.reliability.spike_sigmas else ["on_spike"],
+        "with --schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else [],
+        "without --spike-sigmas": [] if config.reliability.spike_sigmas else ["on_spike"],
         **config.idle_fields(),
         **idle_of_heads(config.model.heads, given.values.get("head_selection") == "gated"),
     }
-    given_flags = {what: [flag(name) for name in names if name in given.values] for what, names in idle.items()}
-    return [f"note: {what} makes no use of {', '.join(names)}" for what, names in given_flags.items() if names]
+    given_flags = {where: [flag(name) for name in names if name in given.values] for where, names in idle.items()}
+    return [
+        f"note: {', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {where}"
+        for where, names in given_flags.items()
+        if names
+    ]
 
 
 def idle_of_heads(heads, gated):
@@ -24,9 +28,9 @@ def idle_of_heads(heads, gated):
     selection = "gated" if gated else heads.head_selection
     if selection == "mixture":
         return {
-            f"--routing {heads.routing}": ([] if heads.routing in TWO_STAGE else ["two_stage"])
+            f"with --routing {heads.routing}": ([] if heads.routing in TWO_STAGE else ["two_stage"])
             + (["load_balance_coefficient"] if heads.routing == "relu" else []),
-            "a router without --routing-top-p": ["routing_entropy_coefficient"] if heads.routing_top_p is None else [],
+            "without --routing-top-p": ["routing_entropy_coefficient"] if heads.routing_top_p is None else [],
         }
     in_whole_groups = heads.head_budget is not None and heads.routing_unit == "key_value_group"
     unit = ("routing_unit",) if in_whole_groups else ()
@@ -36,4 +40,5 @@ def idle_of_heads(heads, gated):
         "gated": ("routing", "routing_unit", "gate_width", "dense_warmup_iters", *ROUTER_ONLY),
     }[selection]
     of_routers = [*(entry.name for entry in fields(HeadsConfig)), *ROUTER_ONLY]
-    return {f"--head-selection {selection}": [name for name in of_routers if name not in ("head_selection", *used)]}
+    unused = [name for name in of_routers if name not in ("head_selection", *used)]
+    return {f"with --head-selection {selection}": unused}

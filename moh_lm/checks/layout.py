@@ -33,8 +33,8 @@ def layout_problems(config, world_size):
     chunk = run.micro_batch_size * dp
     if run.global_batch_size % chunk:
         return found + [
-            f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of "
-            f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
+            f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of {chunk} "
+            f"(--micro-batch-size {run.micro_batch_size} on {dp} data-parallel rank{'s' * (dp > 1)}); "
             f"choose --batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length} or another "
             "--micro-batch-size; a run that has begun keeps its batch, so choose another layout (tools/plan.py)"
         ]

@@ -86,7 +86,8 @@ def form_problems(heads, post_norm=False):
         if key in reasons and getattr(heads, key) > 0
     ]
     if post_norm and heads.routing == "relu":
-        found.append(f"{given}: its gates begin at 1 for normalised inputs; --post-norm has none, leave one flag out")
+        why = "its gates begin at 1 for normalised inputs; --post-norm does not normalise them"
+        found.append(f"{given}: {why}; leave one flag out")
     if heads.gate_width and heads.routing == "query_norm":
         found.append(f"--gate-width {heads.gate_width}: {given} reads queries and has no router weights; leave it out")
     if heads.routing_dtype != "fp32" and heads.routing == "relu":
@@ -98,12 +99,13 @@ def group_problems(model):
     """Check what contradicts choosing heads inside their key/value groups."""
     if not model.chooses_in_groups:
         return []
-    given, heads, fixed = "--routing-unit head_in_group", model.heads, "each group has equally many active heads"
+    given, heads = "--routing-unit head_in_group", model.heads
+    fixed = "the number of heads varies, and each group needs a fixed one"
     found = attention.refusals(
         given,
         (
             ("--attention", model.attention, "heads", "heads share keys, and latent attention has none to share"),
-            ("--head-dims", " ".join(map(str, model.head_dims)), "", "heads share keys, which then have one width"),
+            ("--head-dims", " ".join(map(str, model.head_dims)), "", "heads that share keys have one width"),
             ("--routed-keys", heads.routed_keys, "all", "ordinary attention computes the heads, and sees all keys"),
             ("--routing-top-p", heads.routing_top_p, None, fixed),
             ("--routing", heads.routing == "relu" and "relu", False, fixed),

@@ -289,7 +289,8 @@ def window_problems(config):
         were = f"the windows are {' '.join(map(str, sorted({*config.model.window})))}, not {config.half_window()}"
         found.append(f"{given}: {were}; leave --window out, or resume with the run's --seq-length")
     if run.window_strategy == "entropy" and run.compile:
-        found.append(f"{given}: its windows change with every step, and --compile needs fixed ones; leave that out")
+        why = "its windows change with every step, and --compile needs fixed ones"
+        found.append(f"{given}: {why}; leave one of the two out")
     if run.window_strategy == "entropy" and config.model.heads.routed_keys == "selected":
         found.append(f"{given}: entropies are those of heads that see all tokens; leave out --routed-keys selected")
     return found
@@ -331,7 +332,7 @@ def alarm_problems(alarms):
     found += below(alarms, 0, "alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss")
     found += below(alarms, 0, "alarm_gate_drift", "alarm_slow_rank")
     found += [
-        f"{flag(key)} {getattr(alarms, key):g}: would fire at the usual value; choose {choice}, or 0 for none"
+        f"{flag(key)} {getattr(alarms, key):g}: would fire in every healthy run; choose {choice}, or 0 for none"
         for key, wrong, choice in (
             ("alarm_head_low", alarms.alarm_head_low >= 1, "a number below 1"),
             ("alarm_head_high", 0 < alarms.alarm_head_high <= 1, "a number above 1"),

@@ -134,10 +134,7 @@ class RunBase:
     profile_ranks: str = option("first", "ranks that --profile traces", choices=("first", "all"))
     profile_memory: bool = option(False, "trace allocations too, for --profile; on a GPU with a memory snapshot")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass to save memory")
-    compile: bool = option(
-        False, "compile each layer with torch.compile; the first step takes about a minute (launch scripts and presets "
-        "of language models do so on a GPU)",
-    )  # fmt: skip
+    compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")
 
     @property
     def stages(self):
@@ -190,7 +187,7 @@ class ReliabilityConfig:
     spike_sigmas: float = option(
         0.0, "number of standard deviations above the mean at which a loss or gradient norm counts as a spike; 0: off"
     )
-    spike_window: int = option(128, "iterations over which that mean and deviation are taken")
+    spike_window: int = option(128, "iterations over which --spike-sigmas takes mean and deviation")
     on_spike: str = option("skip", "what to do about a spike", choices=("skip", "report"))
     replica_check_interval: int = option(
         1, "iterations between checks that ranks hold identical copies of shared weights; 0: off"

@@ -92,6 +92,11 @@ class RunConfig(RunBase):
         choices=("auto", "dense", "groups", "triton", "cpu_sparse"),
     )
 
+    compile: bool = option(
+        False,
+        "compile each layer with torch.compile; the first step takes about a minute (launch scripts and presets do so "
+        "on a GPU)",
+    )
     fused_loss: bool = option(False, "compute loss and logit gradients with Triton kernels; they need a GPU")
     fused_router: bool = option(False, "compute routers and gates with Triton kernels; they need a GPU")
     fused_projections: bool = option(
@@ -183,8 +188,8 @@ class Config(TaskConfig):
     def idle_fields(self):
         turns = "rotary" in self.model.position
         return {
-            "a model without rotary positions": [] if turns else ["rope_theta"],
-            "a run without --sample-prompts": [] if self.run.sample_prompts else ["sample_tokens"],
+            "without rotary positions": [] if turns else ["rope_theta"],
+            "without --sample-prompts": [] if self.run.sample_prompts else ["sample_tokens"],
         }
 
     def decay_begins(self):

@@ -15,7 +15,7 @@ from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, step_seconds
 from moh_lm.kernels.choose import is_estimated, measured_ratio
 from moh_lm.kernels.measured import MEASURED, machine, measurement
-from moh_lm.units import gibibytes, listing, short, time_left, words, wrapped
+from moh_lm.units import binary_size, listing, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
 
@@ -196,8 +196,8 @@ def describe_data(config, dataset):
 
 def describe_memory(config, world_size):
     parts = memory_estimate(config, world_size)
-    shown = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
-    yield f"memory     about {gibibytes(sum(parts.values()))} per rank (estimated): {shown}"
+    shown = ", ".join(f"{name} {binary_size(size)}" for name, size in parts.items())
+    yield f"memory     about {binary_size(sum(parts.values()))} per rank (estimated): {shown}"
 
 
 def memory_warnings(config, world_size, device=None):
@@ -209,7 +209,7 @@ def memory_warnings(config, world_size, device=None):
         room = torch.cuda.get_device_properties(0).total_memory
     if need > room:
         less = "choose --recompute or a smaller --micro-batch-size, or split the model (tools/plan.py ranks layouts)"
-        yield f"memory: about {gibibytes(need)} per rank, and a GPU has {gibibytes(room)}; {less}"
+        yield f"memory: about {binary_size(need)} per rank, and a GPU has {binary_size(room)}; {less}"
 
 
 def describe_flops(config):
@@ -263,8 +263,8 @@ def describe_gain(config, problems, device=None):
     cases = attention_times(config, problems)
     times = [f"{against_dense(model, length, there, time, router):.2f} {case}" for case, time in cases.items()]
     yield (
-        f"MoH        a step of {length:,} tokens over a dense one takes about {listing(times)}; estimated from layers "
-        "on one H200 (docs/results.md), without the time of the host"
+        f"MoH        a step of {length:,} tokens takes, relative to a dense one, about {listing(times)}; estimated "
+        "from layers on one H200 (docs/results.md), without the time of the host"
     )
 
 

@@ -1,1 +1,1 @@
-"""Experimental options that an ordinary model does not need. Only moh_lm/build.py and the engine import them."""
+"""Experimental options that an ordinary model does not need. Only moh_lm/build.py imports them."""

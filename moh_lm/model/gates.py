@@ -9,7 +9,7 @@ which K are selected:
                    [a1, a2] = softmax(W_h x_t)                                               (Eq. 6)
     paper_scaled   the same, times 2 n_s and 2 E: every gate is 1 where the scores are equal
     released       as in the authors' vision code: routed gates are divided by their sum over the selected experts and
-                   multiplied by K, shared ones by n_s, [a1, a2] by 2
+                   multiplied by the number of these, shared ones by n_s, [a1, a2] by 2
     sigmoid        g_i = 2 sigmoid(s_i) for shared and selected experts; no competition, no second stage. W_s begins
                    with zeros, so that these gates begin with exactly 1. With all heads shared it is the head-wise gate
                    of Gated Attention (Qiu et al. 2025, arXiv 2505.06708), times 2
@@ -70,7 +70,8 @@ class Paper:
         return scores.softmax(-1)
 
     def affinity(self, scores, probability):
-        """Return the values [., E] to which a selection bias is added: between 0 and 1, ordered like the scores."""
+        """Return the values [., E] to which a selection bias is added: between 0 and 1, ordered like the scores except
+        where fp32 rounds those of different scores to one number, as sigmoid does with scores above 17."""
         return probability
 
     def routed_gates(self, scores, probability, selected):

@@ -166,7 +166,7 @@ def refuse_changes(task, step, saved, before, config, dataset):
     trained_only = before["train_only"], config.optimizer.train_only
     was_muon = before["optimizer"] == "muon" and trained_only == ("all", "all")  # else moments restart at 0
     if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
-        found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
+        found.append("--optimizer adamw needs second moments, and Muon kept none for its matrices")
     if saved["consumed_samples"] != config.run.samples_after(saved["step"]):
         found.append(f"{config.run.batch_given} differs from the batch size of its {saved['step']} steps")
     found += task.resume_problems(config, saved, before)

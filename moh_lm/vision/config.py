@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from moh_lm.config import BUDGETS, Config, HeadsConfig, RoutedLayer, TaskConfig, option
+from moh_lm.config import BUDGETS, Config, HeadsConfig, OptimizerConfig, RoutedLayer, TaskConfig, option
 from moh_lm.config.heads import HeadsOfLayers
 from moh_lm.config.resolve import by_layer, few_enough
 from moh_lm.config.run import RunBase
@@ -209,6 +209,11 @@ class ImageDataConfig:
 
 
 @dataclass(frozen=True)
+class ImageOptimizerConfig(OptimizerConfig):
+    """optimizer: AdamW, and the schedule of the learning rate"""
+
+
+@dataclass(frozen=True)
 class ImageRunConfig(RunBase):
     """run: batch, budget, precision, files"""
 
@@ -221,8 +226,8 @@ class ImageRunConfig(RunBase):
     ema_decay: float = option(0.0, "decay of the moving average of the weights that is evaluated and exported; 0: none")
     eval_images: int = option(0, "held-out images to evaluate; 0: all")
     samples: int = option(16, "images that a DiT draws at every evaluation")
-    sampling_steps: int = option(250, "steps in which a DiT draws them")
-    cfg_scale: float = option(4.0, "strength of classifier-free guidance for them; 1: none")
+    sampling_steps: int = option(250, "denoising steps of each of --samples")
+    cfg_scale: float = option(4.0, "guidance strength of --samples; 1: none")
 
     @property
     def global_batch_size(self):
@@ -238,6 +243,7 @@ class ImageTraining(TaskConfig):
     """A whole run of an image model. kind: the first word of its command. unused: fields of the other kind only."""
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    optimizer: ImageOptimizerConfig = field(default_factory=ImageOptimizerConfig)
     run: ImageRunConfig = field(default_factory=ImageRunConfig)
     unit, sample_name = "mean over images", "images"
     of_presets = "sets sizes and heads, unless other flags do"
@@ -260,7 +266,7 @@ class ImageTraining(TaskConfig):
         return name in self.of_loss
 
     def idle_fields(self):
-        return {f"a model of {self.kind}": list(self.unused)}
+        return {f"in a model of {self.kind}": list(self.unused)}
 
     def to_dict(self):
         return {"program": self.program, **super().to_dict()}

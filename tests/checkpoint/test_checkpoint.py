@@ -332,8 +332,8 @@ def test_a_run_directory_that_was_moved_is_not_made_again(tmp_path):
 def test_a_file_system_that_is_away_is_said_to_be(tmp_path, monkeypatch):
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "step-3.tmp")
     monkeypatch.setattr(writing, "free_bytes", Mock(side_effect=stale))
-    text = writing.describe_failure(stale, tmp_path, 5000)
-    assert text.startswith("step-3.tmp: stale file handle: the checkpoint takes 5,000 bytes and an unknown number ")
+    text = writing.describe_failure(stale, tmp_path, 5 * 2**30)
+    assert text.startswith("step-3.tmp: stale file handle: the checkpoint takes 5.00 GiB and an unknown number ")
 
 
 def test_the_files_of_the_tokenizer_need_room_too(tmp_path, monkeypatch):

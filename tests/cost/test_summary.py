@@ -62,6 +62,7 @@ def test_a_dry_run_is_a_page_that_begins_with_warnings(dry_run, tmp_path):
     order = "warning given model parameters heads batch budget data layout memory cache FLOPs time".split()
     assert [label for label in labels if label in order] == order
     assert "heads      layers 0-3: 4 shared, 2 of 4 routed; 75.0% of the heads per token;" in lines
+    assert re.search(r"memory     about [1-9]\d?\.\d\d MiB per rank", page) and "0.00 GiB" not in page
     assert "  head_selection mixture, num_shared_heads layers 0-3: 4," in lines  # the resolved configuration
 
 
@@ -132,7 +133,7 @@ def test_a_dry_run_says_what_other_devices_would_do(dry_run):
     text = " ".join(page.split())
     assert code == 0 and "tensor 1 x pipeline 1 x data 64, ZeRO-1, bf16; 1 micro-batches of 1 sequences" in text
     assert "on 64 devices; assumes 34% of 989 TFLOPS" in text and "attention auto: chosen on the H100" in text
-    assert "MoH a step of 16 tokens over a dense one takes about" in text and "--routed-keys selected" in text
+    assert "MoH a step of 16 tokens takes, relative to a dense one, about" in text and "--routed-keys selected" in text
     of_a_gpu = ["--cuda-graph", "--attention-backend", "triton", "--head-dim", "16"]
     assert [dry_run(*PLAN, *of_a_gpu, *named)[0] for named in (["--device-name", "H200"], [])] == [0, 2]
     text = " ".join(dry_run(*PLAN, *more, "H200")[1].split())

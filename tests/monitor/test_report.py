@@ -1,6 +1,7 @@
 """The page of a run: what it says of a run that was resumed, that skipped steps and that was killed."""
 
 import json
+import re
 import shlex
 import shutil
 import xml.etree.ElementTree as xml
@@ -196,6 +197,9 @@ def test_the_page_needs_nothing_else_and_is_well_formed(runs):
     assert run_report.main([str(runs.first), "--png", "--output", str(runs.first / "rate-0.5")]) == 0
     text = (runs.first / "rate-0.5").read_text()
     assert "<td>305</td><td>skipped</td><td>why: &lt;i&gt;</td>" in text and "<td>saved</td>" not in text
+    settings = dict(re.findall("<tr><td>([a-z_]+)</td><td>(.*?)</td></tr>", text.partition("Configuration</s")[2]))
+    assert settings["profile"] == settings["head_dims"] == settings["exit_after"] == "none"
+    assert not {"", "None"} & {*settings.values()}
     assert "<td>&lt;b&gt;</td>" not in text and "<b>" not in text and "<i>" not in text
     for attribute in ("src=", "http-equiv", "@import", "<script"):
         assert attribute not in text

@@ -5,6 +5,7 @@ import hashlib
 import json
 import pickle
 import random
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.checkpoint.damage import (
 )
 from tests.distributed import run_ranks
 from tests.training.test_layouts import copy_checkpoint, flags_of, train
+from tools import checkpoint as program
 from tools.checkpoints import describe as lines
 from tools.checkpoints import read, write
 
@@ -114,6 +116,14 @@ def flip(path, position=None):
 
 
 # --- list ---
+
+
+def test_help_explains_every_argument(capsys):
+    for name in program.COMMANDS:
+        with pytest.raises(SystemExit):
+            program.main([name, "--help"])
+        arguments = capsys.readouterr().out.partition("positional arguments:\n")[2].partition("\n\n")[0]
+        assert re.findall(r"^  [A-Z_]+ +\w", arguments, re.M) and not re.findall(r"^  [A-Z_]+$", arguments, re.M)
 
 
 def test_list_shows_everything_that_lies_there(checkpoint, copied):
@@ -435,7 +445,7 @@ def test_a_newest_step_on_a_disk_that_is_not_mounted_is_not_passed_over(checkpoi
     step_of(copied, 9).symlink_to(tmp_path / "unmounted" / "step-9")
     more = {"diff": [step_of(copied, 2)], "copy": [tmp_path / "place"], "consolidate": [tmp_path / "a.safetensors"]}
     code, text, problem = checkpoint(command, copied, *more.get(command, []))
-    assert code == 2 and "step-9: is a link to what is not there; mount its disk" in problem and text == ""
+    assert code == 2 and "step-9: is a link whose target does not exist; mount its disk" in problem and text == ""
 
 
 def test_a_step_that_the_run_removes_meanwhile_is_not_damaged(checkpoint, copied, monkeypatch):

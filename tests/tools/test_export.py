@@ -5,6 +5,7 @@ One model in every form that its files can have; other models and tokenizers are
 
 import ast
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -119,8 +120,23 @@ def test_the_card_of_a_mean_names_its_steps(run):
     step = find_step(run)
     config, state = Config.load(step / "config.json"), read_json(step / "state.json")
     for averaged, said in (({}, False), ({"averaged": [800, 1000]}, True)):
-        card = model_card.training_facts(config, state | averaged)
-        assert ("| mean | of the weights after steps 800, 1,000 |" in card) == said
+        facts = model_card.training_facts(config, state | averaged)
+        assert (facts.get("mean") == "of the weights after steps 800, 1,000") == said
+
+
+def test_a_card_calls_a_model_a_toy_below_a_billion_tokens(run):
+    """Of a model that began with another one, the tokens are not known."""
+    step = find_step(run)
+    config, state = Config.load(step / "config.json"), read_json(step / "state.json")
+    enough = math.ceil(10**9 / 32)
+    imported = {"source": "a", "config_sha256": "b", "vocabulary": "", "shared_heads": ""}
+    for more, said in (
+        ({"consumed_samples": enough - 1}, True),
+        ({"consumed_samples": enough}, False),
+        ({"imported": imported}, False),
+    ):
+        card = model_card.model_card(step, config, state | more, torch.float32, 1, True, {}, "a/b")
+        assert ("toy" in card) == said and 'source = "a/b"' in card
 
 
 @pytest.mark.parametrize("routing, said", [("paper", True), ("sigmoid", False)])
@@ -139,7 +155,7 @@ def test_the_log_is_found_from_among_the_checkpoints(tmp_path, monkeypatch):
 
 
 def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, export, without_transformers):
-    shutil.copytree(run, tmp_path / "run")
+    shutil.copytree(run, tmp_path / "moh-7")
     rows = [
         {"step": 0, "evaluation": {"books": 9.0, "code": 9.0}, "evaluation_mean": 9.0},
         {"step": 5, "loss": 4.1234, "source_loss": {"all": 5.0, "books": 4.0, "code": 4.25}},
@@ -147,10 +163,27 @@ def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, expor
         {"step": 8, "loss": 1.0, "source_loss": {"books": 1.0}},
     ]
     lines = [json.dumps(row) for row in rows]
-    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 7, "lo']))
-    assert export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")[0] == 0
+    (tmp_path / "moh-7" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 7, "lo']))
+    started = {"event": "started", "ranks": 2, "device": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
+    events = [
+        {"step": 0, **started, "ranks": 8},
+        {"step": 4, **started, "commit": "0123456789abcdef"},
+        {"step": 5, **started, "device": 1},  # which only damage or another program writes
+        {"step": 7, **started, "ranks": 4},  # after this checkpoint
+    ]
+    (tmp_path / "moh-7" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    flags = ("--checkpoint", tmp_path / "moh-7", "--output", tmp_path / "hf", "--language", "en")
+    assert export(*flags)[0] == 0
     card = (tmp_path / "hf" / "README.md").read_text()
+    assert str(tmp_path) not in card
     for line in (
+        "\nlanguage: en\n",
+        "\n# moh-7\n",
+        "A language model with Mixture-of-Head attention, exported by MoH-LM.",
+        "It has read 2K tokens, so it is a toy",  # 70 * 32
+        'source = "hf"  # OWNER/NAME on the hub, or the directory',
+        "| machine | 2 x NVIDIA H200 |",
+        "| software | torch 2.11.0, commit 012345678 |",
         "| source | share of the mix | tokens seen |",
         f"| books | 25.00% | {(21 + 7) * 32:,} |",
         f"| code | 50.00% | {(21 + 14) * 32:,} |",
@@ -170,9 +203,9 @@ def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, expor
 def test_every_layout_gives_the_same_bytes(run, tokenizer, tmp_path, export, without_transformers):
     export("--checkpoint", run, "--output", tmp_path / "one")
     for name, tensor_parallel in (("data parallel", False), ("tensor parallel", True)):
-        run_ranks(write_checkpoint, 2, tmp_path / name / "run", PAPER, tokenizer, tensor_parallel)
-        assert export("--checkpoint", tmp_path / name / "run", "--output", tmp_path / name / "hf")[0] == 0
-        assert contents(tmp_path / name / "hf") == contents(tmp_path / "one")
+        run_ranks(write_checkpoint, 2, tmp_path / name / run.name, PAPER, tokenizer, tensor_parallel)
+        assert export("--checkpoint", tmp_path / name / run.name, "--output", tmp_path / name / "one")[0] == 0
+        assert contents(tmp_path / name / "one") == contents(tmp_path / "one")
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ TRAINING = {
         ok --num-attention-heads 2 --head-dims 4 3 | --head-dims 3: the first 3 of its features rotate in pairs
         ok --num-attention-heads 2 --head-dims 4 2 --optimizer muon --muon-split head | --muon-split head: --head-dims
         ok --kv-lora-rank 8 | --kv-lora-rank 8: has no meaning without --attention latent
-        ok --attention latent --qk-norm | --qk-norm True: with --attention latent, the latents have norms; leave
+        ok --attention latent --qk-norm | --qk-norm: does not work with --attention latent, because its latents have
         ok --train-tokens -5M | --train-tokens -5M: write a whole number, or one with a suffix such as
         ok --learning-rate 0 | --learning-rate 0: must be above 0, such as 3e-4
         ok --learning-rate nan | --learning-rate nan: must be above 0, such as 3e-4

@@ -79,7 +79,7 @@ class Step:
 def locate(path):
     """The step directory ``path``, or the steps of the run directory ``path``, newest first.
 
-    Raises ConfigError if there is none, or if a newer one is a link to what is not there.
+    Raises ConfigError if there is none, or if a newer one is a link whose target does not exist.
     """
     if (path / "checkpoints").is_dir():
         refuse_dangling(path / "checkpoints")

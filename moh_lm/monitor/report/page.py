@@ -14,7 +14,7 @@ from matplotlib import colormaps
 from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import publish
 from moh_lm.monitor.report import pictures, tables
-from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
+from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, in_words
 
 QUIET = ("saved", "started")  # events without a row
 MARKS = (b'content="MoH-LM"', b"Software\0MoH-LM")  # near the beginning of our pages and pictures
@@ -52,7 +52,7 @@ def write_page(directories, output, config_type=Config, with_png=False, replaces
         traces=[(os.path.relpath(path, Path(output).parent), path.name) for run in runs for path in run.traces],
         events=tables.event_rows([event for event in runs[0].told_events() if event["event"] not in QUIET]),
         left_out=[f"{run.directory / name}: {count}" for run in runs for name, count in run.left_out.items()],
-        settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
+        settings=[(key, in_words(value)) for key, value in runs[0].config.to_dict().items()],
     )
     files = {Path(output): page.encode(errors="replace")}  # a path may have bytes that are not text
     if with_png:

@@ -168,6 +168,11 @@ def written(value, quote=str):
     return str(value).lower() if isinstance(value, bool) else quote(str(value))
 
 
+def in_words(value):
+    """Return a setting or a fact in words: "none" if it was not given."""
+    return "none" if value in (None, "", [], ()) else written(value)
+
+
 def takes(function, value):
     """Return whether ``function`` can read ``value``, which another version or a person may have written."""
     try:

@@ -4,7 +4,7 @@ from itertools import groupby
 
 from moh_lm.config import Config
 from moh_lm.cost.description import describe_heads
-from moh_lm.monitor.report.series import written
+from moh_lm.monitor.report.series import in_words
 from moh_lm.units import rounded, short, time_left
 
 MOST_EVENTS = 300  # rows of the table; the curves show all events
@@ -44,8 +44,6 @@ def summary(run):
     of_text = isinstance(config, Config)
     heads = " to ".join(map(str, sorted({min(model.head_counts), max(model.head_counts)})))
     shape = f"{model.num_layers} layers of {heads} heads, width {model.hidden_size}"
-    versions = [f"{name} {version}" for name, version in started.get("versions", {}).items()]
-    versions += [f"commit {started['commit'][:9]}"] if "commit" in started else []
     tokens = run.tokens_at(run.step), run.tokens_at(config.run.train_iters)
     _, speeds = run.curves["tokens_per_second"]
     return [
@@ -57,9 +55,9 @@ def summary(run):
         ("speed", f"{speeds.mean():,.0f} tokens/s" if len(speeds) else ""),
         ("time of training", time_left(run.seconds)),
         ("first started", run.events[0].get("time", "") if run.events else ""),
-        ("machine", f"{started['ranks']} x {started['device']}" if started else ""),
+        ("machine", machine_of(started)),
         ("layout", layout(config)),
-        ("software", ", ".join(versions)),
+        ("software", software_of(started)),
         ("skipped steps", str(run.skipped)),
     ]
 
@@ -106,7 +104,7 @@ def pair(row, source):
 def differences(runs):
     """Return rows [setting, then its value in each run] for settings that differ between runs."""
     settings = [run.config.to_dict() for run in runs]
-    rows = [[key, *(written(values[key]) for values in settings)] for key in settings[0]]
+    rows = [[key, *(in_words(values[key]) for values in settings)] for key in settings[0]]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -117,6 +115,17 @@ def sample_rows(runs):
     """
     rows = [(row["prompt"], name, row["step"], row["text"]) for name, run in runs.items() for row in run.samples]
     return sorted(rows, key=lambda row: row[:3])
+
+
+def machine_of(started):
+    """Return the devices of a ``started`` event in words, "" for {}."""
+    return f"{started['ranks']} x {started['device']}" if started else ""
+
+
+def software_of(started):
+    """Return the versions and the commit of a ``started`` event in words, "" for {}."""
+    versions = [f"{name} {version}" for name, version in started.get("versions", {}).items()]
+    return ", ".join(versions + ([f"commit {started['commit'][:9]}"] if "commit" in started else []))
 
 
 def event_rows(events, most=MOST_EVENTS):
@@ -149,5 +158,5 @@ def facts_of(event):
 def changed(value):
     """Return a fact in words; for {setting: [before, now]} such as "learning_rate 0.001, now 0.002"."""
     if not isinstance(value, dict) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
-        return written(value)
-    return ", ".join(f"{name} {written(before)}, now {written(now)}" for name, (before, now) in value.items())
+        return in_words(value)
+    return ", ".join(f"{name} {in_words(before)}, now {in_words(now)}" for name, (before, now) in value.items())

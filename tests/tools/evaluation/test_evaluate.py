@@ -290,7 +290,7 @@ def test_an_answer_longer_than_the_models_sequences_is_refused(model, data, tmp_
     given = ["--model", model, "--suite", "llm6", "--data", tmp_path, "--tasks", "piqa", "--max-length", 64]
     assert exit_code(evaluate, *given) == 2
     error = capsys.readouterr().err
-    assert "piqa: cannot be asked with sequences of 64 tokens" in error and "--max-length" in error
+    assert "piqa: prompts with answers do not fit into 64 tokens" in error and "--max-length" in error
     assert exit_code(evaluate, *given[:-1], 1024) == 0
 
 

@@ -75,7 +75,7 @@ def check(path):
     own = {name.partition(".")[2]: value for name, value in fields.items() if name.startswith("llama.")}
     width, heads = own.get("rope.dimension_count"), own.get("attention.head_count")
     problems = [
-        f"llama.{name} {value!r} would be left out; {OTHERWISE}"
+        f"llama.{name} {value!r} would be ignored by transformers; {OTHERWISE}"
         for name, value in own.items()
         if not (name in READ or neutral(name, value) or (name in WIDTHS and value == width))
     ]
@@ -86,7 +86,7 @@ def check(path):
     layers = range(fields.get("llama.block_count", 0))
     known = {f"{name}.weight" for name in OF_MODEL} | {f"blk.{n}.{name}.weight" for n in layers for name in OF_LAYER}
     extra = names - known - {"output.weight"}
-    problems += [f"{name} would be left out; {OTHERWISE}" for name in sorted(extra)[:4]]
+    problems += [f"{name} would be ignored by transformers; {OTHERWISE}" for name in sorted(extra)[:4]]
     problems += [f"{name} is missing; fetch the file again" for name in sorted(known - names)[:4]]
     of_type = {tensor.tensor_type: tensor.data for tensor in reader.tensors}
     for kind, data in of_type.items():

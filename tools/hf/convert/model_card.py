@@ -2,8 +2,9 @@
 
 Everything comes from the step directory: the configuration, the segments of the data in state.json (tokens per source,
 exact), and the routers' shares there (head load of the last step). Losses come from metrics.jsonl of the run, two
-directories above; a step that was copied elsewhere has none, and the card says so. An import that was not trained has
-neither data nor losses. Losses are rounded to digits that do not depend on the layout.
+directories above, machine and software from its events.jsonl; a step that was copied elsewhere has none, and the card
+says so. An import that was not trained has neither data nor losses. Losses are rounded to digits that do not depend on
+the layout.
 """
 
 from collections import Counter
@@ -15,24 +16,26 @@ from moh_lm.cost.summary import describe_cache
 from moh_lm.data.mixture import sample_counts
 from moh_lm.data.segments import tokens_read
 from moh_lm.monitor.events import complete_rows
-from moh_lm.units import words
+from moh_lm.monitor.report.series import check_event, name_of, takes
+from moh_lm.monitor.report.tables import machine_of, software_of
+from moh_lm.units import short, words
 from tools.hf.convert.keys import model_type
 
 ALL = "all sources"  # name of the last row of losses; names of sources have no spaces
+ENOUGH = 10**9  # tokens; a model that was trained from scratch on fewer is a toy
 
 
-def model_card(
-    step, config, state, dtype, parameters, begins, license=None, base_model=None, stock=None
-):  # fmt: skip
+def model_card(step, config, state, dtype, parameters, begins, head, source, stock=None):
     """Return the content of README.md.
 
     step: a step directory. state: its state.json. parameters: their number. begins: whether the tokenizer puts
-    BOS before a text, None if it was not made from that of the data. license, base_model: as the hub expects them in
-    the card's header. stock: see stock_classes.py, or None.
+    BOS before a text, None if it was not made from that of the data. head: {key: value or None} of the card's header on
+    the hub. source: the name from which the model is loaded. stock: see stock_classes.py, or None.
     """
+    step = step.resolve()
     shown = {
         "Model": model_facts(config.model, dtype, parameters, config.run.seq_length),
-        "Training": training_facts(config, state),
+        "Training": table([*training_facts(config, state).items(), *surroundings(step, state["step"])]),
         "Data": data_facts(state),
         "Losses": loss_facts(step, state["step"]),
         "Head load": load_facts(config.model, state),
@@ -40,19 +43,22 @@ def model_card(
     selection, kind = config.model.heads.head_selection, model_type(config.model)
     if selection == "mixture" and not config.model.routed_layers():
         selection = "gated"
-    title, sentence = KINDS[kind if kind in KINDS else selection]
+    what, sentence = KINDS[kind if kind in KINDS else selection]
     if stock:
         sentence = STOCK.format(architecture=stock.architecture)
-    head = {"license": license, "base_model": base_model}
-    limits = [] if begins is None else [BEGINS if begins else TOKENIZER]
+    tokens = all_tokens(config, state)
+    limits = [TOY.format(tokens=short(tokens))] if tokens < ENOUGH and "imported" not in state else []
+    limits += [] if begins is None else [BEGINS if begins else TOKENIZER]
     limits += [ROUTING] if selection == "mixture" else []
     return CARD.format(
         head="".join(f"{key}: {value}\n" for key, value in head.items() if value),
         tag="" if selection == "all" else "tags:\n- mixture-of-head-attention\n",
-        title=title,
+        title=name_of(step.parents[1] if step.parent.name == "checkpoints" else step),
+        what=what,
         sentence=sentence,
+        source=source,
         remote=", trust_remote_code=True" if kind == "moh_llama" and not stock else "",
-        tables="\n".join(f"## {title}\n\n{text}\n" for title, text in shown.items() if text),
+        tables="\n".join(f"## {name}\n\n{text}\n" for name, text in shown.items() if text),
         limits="\n## Limits\n\n" + "\n\n".join(limits) + "\n" if limits else "",
     )
 
@@ -91,7 +97,13 @@ def model_facts(model, dtype, parameters, seq_length):
     return table(facts.items())
 
 
+def all_tokens(config, state):
+    """Return the number of tokens that the model was trained on."""
+    return tokens_read(state["data"]["segments"], state["consumed_samples"], config.run.seq_length)
+
+
 def training_facts(config, state):
+    """Return {what: value} of the training."""
     run, optimizer = config.run, config.optimizer
     imported = state.get("imported", {})
     facts = {}
@@ -100,13 +112,13 @@ def training_facts(config, state):
         facts["vocabulary"] = imported["vocabulary"]
         facts["shared heads"] = f"chosen: {imported['shared_heads']}"
     if state["step"] == 0:
-        return table([*facts.items(), ("steps", "0: not trained here")])
+        return facts | {"steps": "0: not trained here"}
     skipped = state["step"] - state["optimizer_steps"]
     if "averaged" in state:
         facts["mean"] = f"of the weights after steps {', '.join(map('{:,}'.format, state['averaged']))}"
     facts |= {
         "steps": f"{state['step']:,} of {run.train_iters:,}" + (f", {skipped:,} of them skipped" if skipped else ""),
-        "tokens": f"{tokens_read(state['data']['segments'], state['consumed_samples'], run.seq_length):,}",
+        "tokens": f"{all_tokens(config, state):,}",
         "batch": f"{run.tokens_per_iteration:,} tokens in sequences of {run.seq_length:,}",
         "learning rate": f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, {optimizer.schedule}; "
         f"{optimizer.warmup_iters:,} steps of warm-up from {optimizer.warmup_init_lr:g}",
@@ -116,7 +128,15 @@ def training_facts(config, state):
         "precision": run.precision,
         "seed": run.seed,
     }
-    return table(facts.items())
+    return facts
+
+
+def surroundings(step, number):
+    """Return rows for the machine and the software of the last start before step ``number``, if the run has its
+    events."""
+    rows = [row for _, row in complete_rows(step.parents[1] / "events.jsonl") if row["step"] < number]
+    started = next((row for row in rows[::-1] if takes(check_event, row) and row["event"] == "started"), {})
+    return [("machine", machine_of(started)), ("software", software_of(started))] if started else []
 
 
 def muon_facts(optimizer):
@@ -189,8 +209,10 @@ def load_facts(model, state):
     return f"Share of the tokens of the last step that used a routed {unit}.\n\n{table(rows, header)}"
 
 
+TOY = """\
+It has read {tokens} tokens, so it is a toy: a model that has read less than about a billion tokens writes nonsense."""
 STOCK = "Every token uses all attention heads, each with a gate, as `{architecture}` of transformers computes them."
-KINDS = {  # model_type, or head selection -> title, description
+KINDS = {  # model_type, or head selection -> what it is, description
     "mixture": (
         "A language model with Mixture-of-Head attention",
         "Each token uses the shared attention heads and the routed heads that a router selects for it\n"
@@ -227,13 +249,14 @@ pipeline_tag: text-generation
 
 # {title}
 
-Exported by MoH-LM. {sentence}
+{what}, exported by MoH-LM. {sentence}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("."{remote})
-model = AutoModelForCausalLM.from_pretrained("."{remote})
+source = "{source}"  # OWNER/NAME on the hub, or the directory of these files
+tokenizer = AutoTokenizer.from_pretrained(source{remote})
+model = AutoModelForCausalLM.from_pretrained(source{remote})
 tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
 print(tokenizer.decode(tokens[0]))
 ```
