@@ -7,6 +7,7 @@ says so. An import that was not trained has neither data nor losses. Losses are 
 the layout.
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -53,10 +54,10 @@ def model_card(step, config, state, dtype, parameters, begins, head, source, sto
     return CARD.format(
         head="".join(f"{key}: {value}\n" for key, value in head.items() if value),
         tag="" if selection == "all" else "tags:\n- mixture-of-head-attention\n",
-        title=name_of(step.parents[1] if step.parent.name == "checkpoints" else step),
+        title=name_of(step.parent.parent if step.parent.name == "checkpoints" else step),
         what=what,
         sentence=sentence,
-        source=source,
+        source=json.dumps(source, ensure_ascii=False),
         remote=", trust_remote_code=True" if kind == "moh_llama" and not stock else "",
         tables="\n".join(f"## {name}\n\n{text}\n" for name, text in shown.items() if text),
         limits="\n## Limits\n\n" + "\n\n".join(limits) + "\n" if limits else "",
@@ -134,8 +135,8 @@ def training_facts(config, state):
 def surroundings(step, number):
     """Return rows for the machine and the software of the last start before step ``number``, if the run has its
     events."""
-    rows = [row for _, row in complete_rows(step.parents[1] / "events.jsonl") if row["step"] < number]
-    started = next((row for row in rows[::-1] if takes(check_event, row) and row["event"] == "started"), {})
+    rows = [row for _, row in complete_rows(step.parent.parent / "events.jsonl") if takes(check_event, row)]
+    started = next((row for row in rows[::-1] if row["event"] == "started" and row.get("step", 0) < number), {})
     return [("machine", machine_of(started)), ("software", software_of(started))] if started else []
 
 
@@ -254,7 +255,7 @@ pipeline_tag: text-generation
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-source = "{source}"  # OWNER/NAME on the hub, or the directory of these files
+source = {source}  # OWNER/NAME on the hub, or the directory of these files
 tokenizer = AutoTokenizer.from_pretrained(source{remote})
 model = AutoModelForCausalLM.from_pretrained(source{remote})
 tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
