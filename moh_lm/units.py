@@ -23,7 +23,7 @@ def quantity(base):
             value = Decimal("NaN")
         if not value.is_finite() or value != int(value) or value < 0:
             raise ValueError("write a whole number, or one with a suffix such as 4M or 100B")
-        return int(value)
+        return in_64_bits(int(value))
 
     return read
 
@@ -57,11 +57,16 @@ def at_least(least):
         value = integer(text)
         if value < least:
             raise ValueError(f"must be {least} or above")
-        if value >= 2**63:
-            raise ValueError("must be below 2^63")
-        return value
+        return in_64_bits(value)
 
     return read
+
+
+def in_64_bits(value):
+    """Return ``value``. Raises ValueError if it is too large or too small for a signed 64-bit number."""
+    if abs(value) >= 2**63:
+        raise ValueError("must be below 2^63" if value > 0 else "must be above -2^63")
+    return value
 
 
 def above_0(text):

@@ -80,6 +80,8 @@ def test_every_mistake_of_usage_is_one_line_and_exit_code_2(model, tmp_path, cap
         ({"--source": f"a/b={tmp_path}/a.txt"}, "begin the name with a letter or digit"),
         ({"--source": f"Manifest.json={tmp_path}/a.txt"}, "Manifest.json is the name of a file in every"),
         ({"--source": f"left_out.txt={tmp_path}/a.txt"}, "left_out.txt is the name of a file in every"),
+        ({"--unit-size": "1e400"}, "--unit-size 1e400: must be below 2^63"),
+        ({"--max-bad-fraction": "nan"}, "--max-bad-fraction nan: must be between 0 and 1"),
         ({"--recognize": tmp_path / "absent"}, "is not a directory"),
         ({"--output": tmp_path / "a.txt" / "out"}, "cannot be written"),
     ]
