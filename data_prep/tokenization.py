@@ -24,6 +24,8 @@ from moh_lm.supervise.run_directory import lock_run_directory
 def run(flags) -> int:
     tokenizer = Tokenizer(flags.tokenizer, flags.bos, flags.engine)
     print(tokenizer.ends() + tokenizer.spelled())
+    if problem := tokenizer.export_problem():
+        print(f"warning: {problem}")
     with told("looking at the inputs"):
         sources, from_stdin, failures, not_for_training = find_sources(flags)
     output = data_directory.writable_directory(flags.output)
