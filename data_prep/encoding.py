@@ -166,7 +166,9 @@ class Tokenizer:
         return f"{sentence}; no token begins them (--bos puts {begin} there{usual})"
 
     def spelled(self) -> str:
-        """Return what to add about user-defined pieces that look like control tokens; empty if there are none."""
+        """Return what to add about user-defined pieces that look like control tokens, or lost characters."""
+        if isinstance(self.model, HuggingFaceModel) and self.model.drops_characters():
+            return "; characters that the vocabulary lacks are dropped"
         if not isinstance(self.model, sentencepiece.SentencePieceProcessor):
             return ""
         found = [*filter(IN_BRACKETS.fullmatch, user_defined(proto_of(self.model)))]
