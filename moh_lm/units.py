@@ -91,6 +91,11 @@ def short(number):
     return str(number)
 
 
+def counted(number, thing):
+    """Return a text such as 1 shard or 2,000 shards."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
 def gibibytes(size):
     return f"{size / 2**30:.2f} GiB"
 
