@@ -126,6 +126,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--devices 0 --dry-run": ("--devices 0: must be 1 or above",),
     "--device-name RTX-9 --dry-run": ("--device-name RTX-9: is not known", "H100"),
     "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
+    "--head-selection static --num-shared-heads 0 --num-active-routed-heads 0": (
+        "--num-active-routed-heads 0", "must be between 1 and 12"),
     "--num-shared-heads 11 --num-active-routed-heads 2": ("--num-active-routed-heads 2", "must be 1: ", "leaves 1 of"),
 }
 
