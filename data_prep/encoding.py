@@ -16,7 +16,6 @@ from functools import cached_property
 
 import numpy as np
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 
 from data_prep.segment_cache import SegmentCache, segment_cache
 from moh_lm.config import ConfigError, raise_any
@@ -29,6 +28,7 @@ from moh_lm.data.hugging_face_model import (
     ends_of_model,
     named_tokens,
 )
+from moh_lm.data.sentencepiece_model import conversion_problem, proto_of, user_defined
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tokenizer import model_files, read_model
 from moh_lm.parsing import parse_json
@@ -166,13 +166,18 @@ class Tokenizer:
         return f"{sentence}; no token begins them (--bos puts {begin} there{usual})"
 
     def spelled(self) -> str:
-        """Return what to add about user-defined pieces that look like control tokens; empty if there are none."""
+        """Return what to add about user-defined pieces that look like control tokens, or lost characters."""
+        if isinstance(self.model, HuggingFaceModel) and self.model.drops_characters():
+            return "; characters that the vocabulary lacks are dropped"
         if not isinstance(self.model, sentencepiece.SentencePieceProcessor):
             return ""
-        proto = sentencepiece_model_pb2.ModelProto.FromString(self.model.serialized_model_proto())
-        defined = [piece.piece for piece in proto.pieces if piece.type == proto.SentencePiece.USER_DEFINED]
-        found = [*filter(IN_BRACKETS.fullmatch, defined)]
+        found = [*filter(IN_BRACKETS.fullmatch, user_defined(proto_of(self.model)))]
         return f"; a text that spells {listing(found)} gets their ids" if found else ""
+
+    def export_problem(self) -> str:
+        """Return a sentence if no export can convert this tokenizer, else an empty text."""
+        plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
+        return conversion_problem(proto_of(self.model)) if plain else ""
 
     @cached_property
     def cache(self) -> SegmentCache | Batches | None:

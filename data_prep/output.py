@@ -64,8 +64,13 @@ def check_tokenizer_files(output: Path, contents: dict[str, bytes]):
 
 
 def check_source_names(output: Path, names: Iterable[str]):
-    """Raise ConfigError for sources that a disk which ignores case would keep in one directory."""
-    there = sorted({*names, *(path.parent.name for path in output.glob("[!.]*/*.json"))})
+    """Raise ConfigError for sources that a disk which ignores case would keep in one directory, and for a new one whose
+    loss would be taken for the mean of all."""
+    stored = {path.parent.name for path in output.glob("[!.]*/*.json")}
+    if "mean" in {*names} - stored:
+        problem = "would have the name under which runs show the mean loss of all sources"
+        raise ConfigError([f"--output {output}: source mean {problem}; choose another name for it"])
+    there = sorted({*names, *stored})
     alike = ((name, other) for name in names for other in there if name != other and name.lower() == other.lower())
     for name, other in alike:
         problem = f"differs from source {other} only in capitals, and some disks would keep both in one directory"

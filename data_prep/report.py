@@ -20,6 +20,7 @@ from data_prep.inputs import DOCUMENTATION, Source
 from data_prep.storage import open_file
 from data_prep.units import Unit
 from moh_lm.data.files import publish
+from moh_lm.units import counted
 
 FEW = 3  # files named in a line
 QUIET = 10  # seconds of silence after which a line is printed
@@ -51,7 +52,8 @@ class LeftOut:
 
 
 def plan_line(name: str, source: Source, complete: list[bool], left_out: LeftOut) -> str:
-    line = f"{name}: {len(complete)} shards from {len(source.pieces)} files, {sum(complete)} of them already complete"
+    made = f"{counted(len(complete), 'shard')} from {counted(len(source.pieces), 'file')}"
+    line = f"{name}: {made}, {sum(complete):,} of them already complete"
     copies = [piece.path for piece in source.copies]
     return f"{line}; {left_out.say(COPIES, copies)}" if copies else line
 
@@ -143,7 +145,7 @@ def print_others(manifest: dict, sources: Iterable[str], units: list[Unit]):
         entries = manifest["sources"].get(source, {"units": {}})["units"].items()
         others = [entry["documents"] for name, entry in entries if (source, name) not in named]
         if others:
-            count = f"{len(others):,} shards ({sum(others):,} documents)"
+            count = f"{counted(len(others), 'shard')} ({counted(sum(others), 'document')})"
             print(f"{source} keeps {count} from inputs that this command does not name")
 
 
@@ -163,4 +165,4 @@ def print_summary(sources: Iterable[str], finished: dict[Unit, dict], left_out: 
     print("\n".join(table(["source", "files", "documents", "tokens", "bytes/token", "dropped"], rows, left=(0, 5))))
     if altered := sum(sidecar.get("altered", 0) for sidecar in finished.values()):
         why = "SentencePiece reserves it, so their tokens have a space there"
-        print(f"U+2581 is in {altered:,} documents: {why}")
+        print(f"U+2581 is in {counted(altered, 'document')}: {why}")

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import numpy as np
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
+from moh_lm.data.sentencepiece_model import proto_of
+
 WINDOW = 1 << 16  # bytes of text that are handled together: many for numpy, few for caches that all cores share
 SLOT_BITS = 20
 KEY_WORDS = 3
@@ -71,7 +73,7 @@ def find_separator(model: SentencePieceProcessor, joined: np.ndarray) -> int | N
 
 def segment_cache(model: SentencePieceProcessor) -> "SegmentCache | None":
     """The cache for ``model``; None if it would not be exact, or useless because words are not cut from each other."""
-    joined = joined_bytes(sentencepiece_model_pb2.ModelProto.FromString(model.serialized_model_proto()))
+    joined = joined_bytes(proto_of(model))
     if joined is None or joined[ord("e"), ord(" ")]:
         return None
     separator = find_separator(model, joined)

@@ -19,11 +19,14 @@ from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
 from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
+from moh_lm.units import counted
 
 
 def run(flags) -> int:
     tokenizer = Tokenizer(flags.tokenizer, flags.bos, flags.engine)
     print(tokenizer.ends() + tokenizer.spelled())
+    if problem := tokenizer.export_problem():
+        print(f"warning: {problem}")
     with told("looking at the inputs"):
         sources, from_stdin, failures, not_for_training = find_sources(flags)
     output = data_directory.writable_directory(flags.output)
@@ -104,7 +107,7 @@ def fill(
         data_directory.note_shards(output, sources, [])
         print_others(manifest, [name for name in sources if name not in incomplete], units)
         if replaced:
-            print(f"replaced {len(replaced)} shards that an earlier run made from the same inputs")
+            print(f"replaced {counted(len(replaced), 'shard')} that an earlier run made from the same inputs")
     sweep(output, sources, failed=[unit for unit in units if unit not in finished])
 
     for name in absent:

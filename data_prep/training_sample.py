@@ -7,6 +7,7 @@ others are left out, evenly. The same inputs and options give the same sample.
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -33,11 +34,13 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
     """The lines of the sample that the flags describe. Raises ConfigError, and InputError for an unreadable file."""
     sources = sampled_sources(flags)
     total = sum(weight for weight, _ in sources.values())
-    drawn, problems, planned = {}, [], {}
-    for name, (_, globs) in sources.items():
+    drawn, problems, planned, expected = {}, [], {}, 0.0
+    for name, (weight, globs) in sources.items():
         option = "--input " if flags.input else f"--source {name or 'NAME'}="
-        planned[name] = option, plan_units(option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
-    with progress_bar("sampling", flags.sample_bytes) as bar:
+        units = plan_units(option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
+        planned[name] = option, units
+        expected += min(text_bytes(units), flags.sample_bytes * weight / total)
+    with progress_bar("sampling", round(expected)) as bar:
         for name, (weight, globs) in sources.items():
             option, units = planned[name]
             drawn[name] = []
@@ -46,8 +49,16 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
                 bar.update(len(sentence) + 1)
             if not drawn[name]:
                 problems.append(f"{option}{' '.join(globs)}: holds no text; is --text-key {flags.text_key} right?")
+        bar.total = bar.n  # less than expected if much of the input is not text
     raise_any(problems)
     return by_weight(drawn, {name: weight / total for name, (weight, _) in sources.items()})
+
+
+def text_bytes(units: list[Unit]) -> float:
+    """Return about the most bytes of text that ``units`` hold; infinity if some are compressed."""
+    pieces = [piece for unit in units for piece in unit.pieces]
+    packed = any(piece.container in ("gzip", "zstd") for piece in pieces)
+    return math.inf if packed else sum(piece.num_bytes for piece in pieces)
 
 
 def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:

@@ -48,7 +48,7 @@ class PDSHRunner(runner.PDSHRunner):
 
     def __init__(self, args, world_info):
         super().__init__(args, world_info)
-        self.user_script = quoted(args.user_script)
+        self.user_script = f"-- {quoted(args.user_script)}"
         self.add_export(SECRET, os.environ.get(SECRET) or secrets.token_hex(16))
 
     def parse_user_args(self):
@@ -80,7 +80,8 @@ def main(script, *flags):
         else:  # the launcher of this machine's ranks
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
             signal.signal(signal.SIGTERM, lambda *_: stop_ranks(local))
-            launcher.append(start(words, *more, **named))
+            place = len(words) - len(flags) - 1  # of the script; DeepSpeed may not complete flags after "--"
+            launcher.append(start([*words[:place], "--", *words[place:]], *more, **named))
             local.append(launcher[-1])
         return launcher[-1]
 
@@ -103,7 +104,7 @@ def main(script, *flags):
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as by nohup
                 signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         places = [*(["--hostfile", hostfile] if hostfile else []), *(["--master_port", port] if port else [])]
-        runner.main([*places, "--log_level", level, script, *flags])
+        runner.main([*places, "--log_level", level, "--", script, *flags])
         if launcher and launcher[-1].returncode < 0:  # the runner does not report this
             name = signal.Signals(-launcher[-1].returncode).name
             print(f"{script}: {name} ended the launcher; its ranks may still run; check for them", file=sys.stderr)

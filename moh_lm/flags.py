@@ -15,7 +15,7 @@ from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, flag, raise_any, walk
 from moh_lm.cost.devices import device_name
-from moh_lm.units import at_least, duration, duration_text, integer, quantity, real, words, wrapped
+from moh_lm.units import at_least, duration, duration_text, in_64_bits, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
 
@@ -285,8 +285,8 @@ def read_value(entry, texts):
     """Return the value of a field from the texts after its flag. Raises a ValueError that says what is allowed."""
     parse = value_parser(entry)
     values = tuple(map(parse, texts)) if is_list(entry) else (parse(texts),)
-    if any(isinstance(value, int) and value >= 2**63 for value in values):
-        raise ValueError("must be below 2^63")
+    for value in (value for value in values if isinstance(value, int)):
+        in_64_bits(value)
     if is_list(entry):
         return values
     (value,) = values

@@ -23,7 +23,7 @@ def quantity(base):
             value = Decimal("NaN")
         if not value.is_finite() or value != int(value) or value < 0:
             raise ValueError("write a whole number, or one with a suffix such as 4M or 100B")
-        return int(value)
+        return in_64_bits(int(value))
 
     return read
 
@@ -57,11 +57,16 @@ def at_least(least):
         value = integer(text)
         if value < least:
             raise ValueError(f"must be {least} or above")
-        if value >= 2**63:
-            raise ValueError("must be below 2^63")
-        return value
+        return in_64_bits(value)
 
     return read
+
+
+def in_64_bits(value):
+    """Return ``value``. Raises ValueError if it is too large or too small for a signed 64-bit number."""
+    if abs(value) >= 2**63:
+        raise ValueError("must be below 2^63" if value > 0 else "must be above -2^63")
+    return value
 
 
 def above_0(text):
@@ -98,6 +103,11 @@ def duration_text(seconds):
 def binary_size(size):
     """Return a number of bytes in GiB, or in MiB below 0.1 GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+def counted(number, thing):
+    """Return a text such as 1 shard or 2,000 shards."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def words(value):

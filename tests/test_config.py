@@ -311,6 +311,12 @@ def test_flags_without_effect_are_named():
     assert gated.endswith("--num-shared-heads, --router-gumbel-noise have no effect with --head-selection gated")
 
 
+def test_static_heads_need_no_routed_ones():
+    flags = "--num-layers 2 --num-attention-heads 4 --num-shared-heads 3 0 --num-active-routed-heads 0 4".split()
+    assert config_problems(parse(*flags, "--head-selection", "static"), 1) == []
+    assert "heads 0: must be 1: " in config_problems(parse(*flags), 1)[0]
+
+
 def test_muon_refuses_uneven_heads_on_several_ranks():
     flags = "--num-attention-heads 8 --head-dims 8 8 8 4 4 4 4 8 --num-shared-heads 4 --hidden-size 64"
     config = parse(*flags.split(), *"--optimizer muon --tensor-parallel-size 2".split())

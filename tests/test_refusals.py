@@ -117,6 +117,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--train-iters 0": ("--train-iters 0", "at least 1"),
     "--train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
     "--seed 9223372036854775808": ("--seed 922", "below 2^63"),  # no config.json may have it
+    "--num-layers -9223372036854775808": ("--num-layers -922", "above -2^63"),
     "--train-iters 10000000000000": ("--train-iters 1000", "tokens, and must read less than 2^63"),
     "--train-iters 5 --profile 6:7": ("--profile 6:7", "begins after the run's 5 iterations"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
@@ -126,6 +127,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--devices 0 --dry-run": ("--devices 0: must be 1 or above",),
     "--device-name RTX-9 --dry-run": ("--device-name RTX-9: is not known", "H100"),
     "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
+    "--head-selection static --num-shared-heads 0 --num-active-routed-heads 0": (
+        "--num-active-routed-heads 0", "must be between 1 and 12"),
     "--num-shared-heads 11 --num-active-routed-heads 2": ("--num-active-routed-heads 2", "must be 1: ", "leaves 1 of"),
 }
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.command import Failure, output_path, run_file
 from moh_lm.data.files import ShardError
-from moh_lm.units import at_least
+from moh_lm.units import at_least, counted
 
 RESUMES = "; run the same command again to resume"
 
@@ -46,7 +46,8 @@ def run(arguments):
             raise
         raise Failure(f"{arguments.output}: {error.strerror}, {room(arguments.output)}") from error  # while writing
     how = "verified" if arguments.verify else "not read again"
-    print(f"{arguments.output} is complete: {copied} shards copied and verified, {kept} already there and {how}")
+    made = f"{counted(copied, 'shard')} copied and verified"
+    print(f"{arguments.output} is complete: {made}, {kept} already there and {how}")
 
 
 if __name__ == "__main__":

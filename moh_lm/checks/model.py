@@ -235,14 +235,15 @@ def budget_problems(model):
     for layer, (shared, active) in enumerate(budgets):
         heads = model.of_layer(layer).num_attention_heads
         routed = heads - shared
+        least = min(1, routed) if model.heads.head_selection == "mixture" else int(shared == 0)  # a router needs one
         if not 0 <= shared <= heads:
             sentence = (
                 f"--num-shared-heads {shared}: must be between 0 and --num-attention-heads {heads}; "
                 f"half of them, {heads // 2}, is the share of the paper's LLaMA3"
             )
-        elif not min(1, routed) <= active <= routed:
+        elif not least <= active <= routed:
             sentence = (
-                f"--num-active-routed-heads {active}: {between(min(1, routed), routed)}: --num-shared-heads {shared} "
+                f"--num-active-routed-heads {active}: {between(least, routed)}: --num-shared-heads {shared} "
                 f"leaves {routed} of {heads} heads"
             )
         elif model.chooses_in_groups and (uneven := uneven_budget(model, layer)):

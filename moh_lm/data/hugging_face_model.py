@@ -20,6 +20,7 @@ from moh_lm.data.files import read_json
 DOCUMENT_END, SPECIAL = "document_end", "additional_special_tokens"  # keys of tokenizer_config.json
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")  # usual ends of a text in pretraining
 CONTROL = re.compile(r"<[|｜].+[|｜]>|<(/?s|bos|eos|pad|unk|mask)>|\[(CLS|SEP|PAD|UNK|MASK)\]")
+RARE = "\U00013000"  # a hieroglyph
 IN_BRACKETS = re.compile(r"<\S+>|\[\S+\]")  # a control token if the chat template has it
 
 
@@ -100,6 +101,13 @@ class HuggingFaceModel:
     def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
         """Return the ids of ``text``, uint32 [tokens]."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def drops_characters(self) -> bool:
+        """Return whether a character that the vocabulary lacks leaves no ids: neither an unknown token nor bytes."""
+        try:
+            return np.array_equal(self.encode(f"a {RARE} b"), self.encode("a  b"))
+        except Exception:  # of tokenizers, which has no other class: the model needs an unknown token
+            return False
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # without offsets in the text

@@ -276,6 +276,16 @@ def test_documents_end_as_the_model_was_pretrained(name, end, tmp_path):
     assert (f", since {chat} only ends a turn" in tokenizer.ends()) == (chat not in (None, end))
 
 
+@pytest.mark.parametrize(("kind", "unknown"), [("bytes", None), ("words", "<unk>"), ("words", None)])
+def test_a_vocabulary_that_drops_characters_says_so(kind, unknown, tmp_path):
+    path = hugging_face_tokenizer(tmp_path / "hf", kind) / "tokenizer.json"
+    change(path, model=json.loads(path.read_text())["model"] | {"unk_token": unknown})
+    tokenizer = Tokenizer(str(tmp_path / "hf"))
+    drops = np.array_equal(tokenizer.encode("a ☃☃ b"), tokenizer.encode("a ☃ b"))
+    assert drops == (kind == "words" and unknown is None)
+    assert tokenizer.spelled() == "; characters that the vocabulary lacks are dropped" * drops
+
+
 def test_without_a_model_beside_it_the_eos_token_ends_documents(tmp_path):
     directory = model_directory(tmp_path / "hf", "Qwen2.5-Instruct")
     for name in ("config.json", "generation_config.json"):

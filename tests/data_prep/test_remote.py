@@ -143,7 +143,7 @@ def test_a_restart_keeps_shards_until_a_file_changes(remote, in_this_process, mo
     remote.rm("/data/b.jsonl")
     remote.pipe("/data/b.jsonl", json_lines([TEXTS[6], TEXTS[5]]))
     said, _ = tokenize(model, output, source)
-    assert "replaced 1 shards" in said and len(shards(output, "s")) == 2
+    assert "replaced 1 shard" in said and len(shards(output, "s")) == 2
     assert sorted(decoded(output, "s", model)) == sorted(TEXTS[:2] + TEXTS[5:])
     _, error = tokenize(model, output, "s=failing://data/none/*.jsonl", code=2)
     assert "--source s=failing://data/none/*.jsonl: matches no file; check the path, the connection and" in error

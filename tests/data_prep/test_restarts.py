@@ -219,7 +219,7 @@ def test_a_restart_redoes_only_what_is_missing_or_damaged(corpus, model, referen
         file.write(b"\0\0")
     times = {path: path.stat().st_mtime_ns for path in rest}
     stdout, _ = tokenize(model, output, *sources, unit_size="32k")
-    assert f"x: {len(rest) + 2} shards from 1 files, {len(rest)} of them already complete" in stdout
+    assert f"x: {len(rest) + 2} shards from 1 file, {len(rest)} of them already complete" in stdout
     assert {path: path.stat().st_mtime_ns for path in rest} == times
     assert files(output) == files(reference)
 

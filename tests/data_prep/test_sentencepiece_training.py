@@ -169,6 +169,14 @@ def drawn(tmp_path, monkeypatch):
 SOURCES = ["--source", "a=DIR/a.*", "--source", "b=DIR/b.*", "--source", "c=DIR/c.*"]
 
 
+@pytest.mark.parametrize("sample_bytes", ["800", "1M"])
+def test_the_bar_of_the_sample_ends_when_all_text_is_read(drawn, sample_bytes, capsys):
+    drawn(*SOURCES, "--sample-bytes", sample_bytes)
+    shown = capsys.readouterr().err.strip().split("\r")
+    assert "sampling:   0%" in shown[0] and "sampling: 100%" in shown[-1]
+    assert float(re.search(r"/([\d.]+)k?", shown[0])[1]) < 801
+
+
 @pytest.mark.parametrize("mix", [(1, 1, 1), (61.28, 12.48, 26.24), (0.5, 99, 0.5)])
 @pytest.mark.parametrize("sample_bytes", ["800", "1M"])  # less than there is, and more
 def test_sources_have_their_shares_of_the_mix_in_the_sample(drawn, mix, sample_bytes):

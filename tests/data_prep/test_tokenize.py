@@ -19,6 +19,7 @@ from data_prep import report, writing
 from data_prep import units as units_module
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
+from data_prep.output import check_source_names
 from data_prep.report import outlook
 from data_prep.tokenize import main
 from data_prep.units import plan_units
@@ -80,6 +81,8 @@ def test_every_mistake_of_usage_is_one_line_and_exit_code_2(model, tmp_path, cap
         ({"--source": f"a/b={tmp_path}/a.txt"}, "begin the name with a letter or digit"),
         ({"--source": f"Manifest.json={tmp_path}/a.txt"}, "Manifest.json is the name of a file in every"),
         ({"--source": f"left_out.txt={tmp_path}/a.txt"}, "left_out.txt is the name of a file in every"),
+        ({"--unit-size": "1e400"}, "--unit-size 1e400: must be below 2^63"),
+        ({"--max-bad-fraction": "nan"}, "--max-bad-fraction nan: must be between 0 and 1"),
         ({"--recognize": tmp_path / "absent"}, "is not a directory"),
         ({"--output": tmp_path / "a.txt" / "out"}, "cannot be written"),
     ]
@@ -99,6 +102,26 @@ def test_sources_that_differ_in_capitals_only_are_refused(model, tmp_path):
     tokenize(model, out, one)
     before = files(out)
     assert said in tokenize(model, out, other, code=2)[1] and files(out) == before
+
+
+def test_a_new_source_may_not_have_the_name_of_the_mean_over_sources(model, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    out = tmp_path / "out"
+    assert "source mean would have the name under" in tokenize(model, out, f"mean={tmp_path}/a.txt", code=2)[1]
+    assert not files(out)
+    (out / "mean").mkdir()
+    (out / "mean" / "earlier.json").touch()
+    check_source_names(out, ["mean", "a"])
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_a_tokenizer_that_no_export_can_convert_is_used_with_a_warning(kind, tmp_path):
+    path = sentencepiece_model(tmp_path / "m.model", TEXTS, 400, model_type=kind)
+    (tmp_path / "a.txt").write_text("text")
+    stdout, _ = tokenize(path, tmp_path / "out", f"a={tmp_path}/a.txt")
+    why = "its model type is char, not bpe or unigram; train one with `python data_prep/tokenize.py train`"
+    warning = f"warning: an export can hold no tokenizer.json of this model, because {why}\n"
+    assert (warning in stdout) == (kind == "char") and decoded(tmp_path / "out", "a", path) == ["text"]
 
 
 def test_names_of_files_need_not_be_utf_8(model, tmp_path):
@@ -165,7 +188,7 @@ def test_standard_input_is_divided_and_known_when_it_comes_again(model, tmp_path
     assert not list((tmp_path / "out/a").glob("stdin.tmp*"))
     before = files(tmp_path / "out")
     again = run(*flags, input=json_lines(texts)).stdout.decode()
-    complete = re.search(r"a: (\d+) shards from 1 files, (\d+) of them already complete", again)
+    complete = re.search(r"a: (\d+) shards from 1 file, (\d+) of them already complete", again)
     assert complete[1] == complete[2]
     assert files(tmp_path / "out") == before
 
@@ -262,7 +285,7 @@ def test_copies_are_left_out_and_a_shard_of_one_is_replaced(model, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["once"]))
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", f"a={tmp_path}/b*")
     assert f"left out as copies of other files: {tmp_path}/b.jsonl" in stdout
-    assert "replaced 1 shards" in stdout
+    assert "replaced 1 shard" in stdout
     assert decoded(tmp_path / "out", "a", model) == ["once"]
 
 
@@ -305,7 +328,7 @@ def test_the_space_mark_in_a_text_is_counted_and_said(text, altered, model, tmp_
     (tmp_path / "a.jsonl").write_bytes(json_lines([text, "plain"]))
     for _ in range(2):  # also if the shard is complete already
         stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
-        assert ("U+2581 is in 1 documents: SentencePiece reserves it" in stdout) == bool(altered)
+        assert ("U+2581 is in 1 document: SentencePiece reserves it" in stdout) == bool(altered)
     (shard,) = shards(tmp_path / "out", "a")
     assert shard.sidecar.get("altered", 0) == altered
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([text.replace("\u2581", " "), "plain"])
@@ -321,7 +344,7 @@ def test_a_file_that_comes_again_in_other_units_counts_once(then, model, tmp_pat
     again = tmp_path / "again"
     {"moved": os.rename, "copied": shutil.copytree, "linked": os.symlink}[then](tmp_path / "in", again)
     stdout, _ = tokenize(model, tmp_path / "out", f"a={again}/**/b.jsonl", unit_size="300K")
-    assert "replaced 1 shards" in stdout
+    assert "replaced 1 shard" in stdout
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([*long, "other"])
 
 
@@ -372,7 +395,7 @@ def test_a_file_that_differs_in_its_middle_only_is_another(model, tmp_path):
     assert "a: 8 shards from 2 files, 4 of them already complete" in stdout
     shutil.rmtree(tmp_path / "one")  # moved, as it seems
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/copy/*", unit_size="100K")
-    assert "a: 4 shards from 1 files, 4 of them already complete" in stdout
+    assert "a: 4 shards from 1 file, 4 of them already complete" in stdout
 
 
 def test_shards_of_inputs_that_are_not_named_are_counted(model, tmp_path):
@@ -385,7 +408,7 @@ def test_shards_of_inputs_that_are_not_named_are_counted(model, tmp_path):
     (tmp_path / "in/a.jsonl").unlink()
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     (line,) = [line for line in stdout.splitlines() if "does not name" in line]
-    assert line == "a keeps 1 shards (2 documents) from inputs that this command does not name"
+    assert line == "a keeps 1 shard (2 documents) from inputs that this command does not name"
 
 
 def test_a_source_without_a_document_fails_and_says_why(model, tmp_path):

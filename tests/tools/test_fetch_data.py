@@ -171,7 +171,7 @@ def test_a_directory_that_has_grown_is_brought_up_to_date(remote, tool, tmp_path
     assert files(tmp_path / "copy") == files(grown)
     (tmp_path / "copy" / "wiki" / "unit-0.json").unlink()
     code, said, _ = tool("fetch_data", grown, "--output", tmp_path / "copy")
-    assert code == 0 and "1 shards copied and verified, 3 already there" in said
+    assert code == 0 and "1 shard copied and verified, 3 already there" in said
     assert open_sound(tmp_path / "copy" / "wiki" / "unit-0").num_tokens == 900
 
 
@@ -189,7 +189,7 @@ def test_shards_that_would_leave_the_manifest_are_named(tool, tmp_path):
     assert tool("fetch_data", whole, "--output", tmp_path / "copy")[0] == 0
     before = files(tmp_path / "copy")
     code, _, said = tool("fetch_data", part, "--output", tmp_path / "copy")
-    assert code == 2 and "has 1 shards of source books that FROM lacks, such as unit-1; give another directory" in said
+    assert code == 2 and "has 1 shard of source books that FROM lacks, such as unit-1; give another directory" in said
     assert before.items() <= files(tmp_path / "copy").items()
     shutil.rmtree(tmp_path / "copy" / "books")
     assert tool("fetch_data", part, "--output", tmp_path / "copy")[0] == 0
@@ -205,7 +205,7 @@ def test_damage_to_a_copy_is_found_and_repaired_by_verify(remote, tool, tmp_path
     assert "0 shards copied and verified, 3 already there and not read again\n" in tool(*calls)[1]
     with pytest.raises(ShardError, match="its CRC-32 is not .*; copy it again with tools/fetch_data.py --verify, or"):
         open_shard(tmp_path / "copy" / "web" / "unit-0").read(1000, 2000)
-    assert "1 shards copied and verified, 2 already there and verified\n" in tool(*calls, "--verify")[1]
+    assert "1 shard copied and verified, 2 already there and verified\n" in tool(*calls, "--verify")[1]
     assert files(tmp_path / "copy") == files(tmp_path / "origin")
 
 

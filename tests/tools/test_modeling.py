@@ -70,6 +70,9 @@ WINDOWS = {
         "layer_heads": [2, 4], "num_key_value_heads": 2, "num_shared_heads": [0, 2], "num_active_routed_heads": [1, 1],
     },
     "other numbers of heads, all on": {"layer_heads": [4, 3], "head_selection": "all"},
+    "static heads of either kind": {
+        "head_selection": "static", "num_shared_heads": [3, 0], "num_active_routed_heads": [0, 2],
+    },
     "narrow gates": {
         "gate_width": 5, "routing": "softplus", "num_shared_heads": [4, 1], "num_active_routed_heads": [0, 2],
     },

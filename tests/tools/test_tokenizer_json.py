@@ -11,10 +11,11 @@ import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.encoding import Tokenizer
+from moh_lm.data.sentencepiece_model import proto_of
 from moh_lm.data.tiktoken_model import TiktokenModel
 from moh_lm.data.tokenizer import model_files
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary, sentencepiece_model
-from tools.hf.convert import tiktoken_json
+from tools.hf.convert import tiktoken_json, tokenizer_json
 from tools.hf.convert.export_check import check_tokenizer
 from tools.hf.convert.tokenizer_json import begin_texts, read_model, special_ids, tokenizer_config, write_tokenizer
 from tools.hf.convert.write_export import export_tokenizer
@@ -41,12 +42,29 @@ LLAMA = {
     "split_digits": True,
 }
 SYMBOLS = ["<sep>", "<x|y>", "\u2581\u2581"]
+SPACED = ["  ", "   ", " the", "a b", "<sep>"]  # of which SentencePiece finds the last
+NORMAL = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "nmt_nfkc"}
+UNSUPPORTED = {
+    "its model type is word": ({"model_type": "word"}, "the tokenizers"),
+    "treat_whitespace_as_suffix": ({**LLAMA, "treat_whitespace_as_suffix": True}, "a b"),
+    r"its normalization changes the user-defined symbols '\\n'": ({**NORMAL, "user_defined_symbols": ["\n"]}, "a\nb"),
+    "its normalization changes the user-defined symbols 'AB', '①'": (
+        {**NORMAL, "normalization_rule_name": "nfkc_cf", "user_defined_symbols": ["AB", "ab", "①"]}, "a ab①"),
+    "its normalization changes the user-defined symbols 'a▁'": (
+        {**LLAMA, "remove_extra_whitespaces": True, "user_defined_symbols": ["a▁", "<a>"]}, "aab"),
+    "its normalization changes the user-defined symbols '▁▁'": (
+        {**NORMAL, "remove_extra_whitespaces": False, "user_defined_symbols": ["▁▁"]}, "b▁▁a"),
+    "it may cut the user-defined symbols '▁▁'": (
+        {**LLAMA, "model_type": "unigram", "user_defined_symbols": ["▁▁", "<a>"]}, "a▁▁▁b"),
+}  # fmt: skip
 MODELS = {
     "bpe with Llama's options": LLAMA,
     "bpe with default options": {"model_type": "bpe"},
     "bpe with identity normalization": {"model_type": "bpe", "normalization_rule_name": "identity"},
     "bpe without a dummy prefix": {**LLAMA, "add_dummy_prefix": False},
     "bpe with user-defined symbols": {**LLAMA, "user_defined_symbols": SYMBOLS, "pad_id": 3},
+    "bpe with symbols of spaces": {**LLAMA, "user_defined_symbols": SPACED},
+    "unigram with symbols of spaces": {**LLAMA, "model_type": "unigram", "user_defined_symbols": SPACED},
     "unigram with Llama's options": {**LLAMA, "model_type": "unigram"},
     "unigram with default options": {"model_type": "unigram"},
 }
@@ -125,11 +143,29 @@ def test_equal_models_give_equal_bytes(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["word", "char"])
-def test_a_model_of_another_kind_is_refused(kind, tmp_path):
-    train(tmp_path / "m.model", model_type=kind)
-    with pytest.raises(ValueError, match=f"model type {kind}; only bpe and unigram"):
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_a_model_that_would_get_other_ids_is_refused(reason, tmp_path):
+    options, text = UNSUPPORTED[reason]
+    original = train(tmp_path / "m.model", **options)
+    with pytest.raises(ValueError, match=f"{reason}.*; train one with `python data_prep/tokenize.py train`"):
         read_model(tmp_path / "m.model")
+    write_tokenizer(proto_of(original), tmp_path, 512)
+    try:
+        ids = PreTrainedTokenizerFast.from_pretrained(tmp_path)(text)["input_ids"]
+    except BaseException as error:  # the package panics over a symbol of which normalization leaves nothing
+        assert "Panic" in type(error).__name__
+    else:
+        assert ids != original.encode(text)
+
+
+def test_an_export_is_checked_with_its_user_defined_symbols(tmp_path, monkeypatch):
+    train(tmp_path / "tokenizer.model", **LLAMA, user_defined_symbols=["    "])
+    convert(tmp_path / "tokenizer.model", tmp_path)
+    check_tokenizer(tmp_path, tmp_path / "tokenizer.model")
+    monkeypatch.setattr(tokenizer_json, "is_symbol", lambda piece: piece.type == tokenizer_json.USER_DEFINED)
+    convert(tmp_path / "tokenizer.model", tmp_path)
+    with pytest.raises(SystemExit, match="tokenizer.json gives 'a      b    c'"):
+        check_tokenizer(tmp_path, tmp_path / "tokenizer.model")
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):

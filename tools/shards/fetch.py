@@ -23,6 +23,7 @@ from moh_lm.data.files import ShardError, beside, flush, json_bytes, publish, se
 from moh_lm.data.reader import open_shard, read_sidecar, verify_shard
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
+from moh_lm.units import counted
 
 SHORT = 2**24  # fewer bytes than this need no progress bar
 SUFFIXES = (".bin", ".idx")
@@ -136,7 +137,7 @@ def other_sources(output, manifest):
         listed = manifest["sources"].get(name, source)["units"]
         lost = [unit for unit in source["units"] if unit not in listed and (output / name / f"{unit}.json").exists()]
         if lost:
-            what = f"has {len(lost)} shards of source {name} that FROM lacks, such as {lost[0]}"
+            what = f"has {counted(len(lost), 'shard')} of source {name} that FROM lacks, such as {lost[0]}"
             remedy = f"give another directory, or remove {output / name} to have it copied as it is in FROM"
             raise ConfigError([f"--output {output}: {what}; {remedy}"])
     return {name: source for name, source in there["sources"].items() if name not in manifest["sources"]}

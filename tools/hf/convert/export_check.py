@@ -8,8 +8,8 @@ in fp32. It runs in a separate process,
 
 because a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
-``TEXTS``, and on every control token unless the export is for chats. Before each comes the id BOS, if
-texts begin with it.
+``TEXTS``, on user-defined symbols, and on every control token unless the export is for chats. Before each comes the id
+BOS, if texts begin with it.
 """
 
 import os
@@ -26,12 +26,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from sentencepiece import SentencePieceProcessor
 
 from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
 from moh_lm.data.hugging_face_model import HuggingFaceModel
+from moh_lm.data.sentencepiece_model import proto_of, user_defined
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import saved_tensors
@@ -45,6 +47,7 @@ except ImportError:  # an export can be made without it
     transformers = None
 
 TOLERANCE = 1e-5  # relative to the largest logit if that is above 1
+MOST_SYMBOLS = 1000
 TEXTS = (  # without repeated characters, which a unigram model may split in two ways with equal scores
     "The quick brown fox jumps over the lazy dog.",
     "def f(x):\n\treturn x ** 2 # 1234567890\n",
@@ -175,12 +178,21 @@ def check_tokenizer(export, path, *begin):
     except ConfigError as error:  # the package is absent
         sys.exit(error.problems[0])
     converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
-    stay_text = isinstance(original, HuggingFaceModel) and converted.split_special_tokens
-    spelled = (f"a {token} b" for token in original.control_tokens()) if stay_text else ()
+    spelled = []
+    if isinstance(original, SentencePieceProcessor):
+        spelled = [f"a {symbol} b{symbol}c" for symbol in checked_symbols(proto_of(original))]
+    elif isinstance(original, HuggingFaceModel) and converted.split_special_tokens:
+        spelled = [f"a {token} b" for token in original.control_tokens()]
     for text in (*TEXTS, *spelled):
         ids, expected = converted(text)["input_ids"], [*map(int, begin), *original.encode(text)]
         if ids != expected:
             sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, {path} {expected}")
+
+
+def checked_symbols(proto):
+    """Return user-defined symbols; of a unigram model none with spaces, whose runs it may split in two equal ways."""
+    is_unigram = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
+    return [symbol for symbol in user_defined(proto) if not (is_unigram and " " in symbol)][:MOST_SYMBOLS]
 
 
 @torch.no_grad()

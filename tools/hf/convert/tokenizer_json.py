@@ -11,9 +11,10 @@ The tokenizer gives the ids that the model was trained on:
   collators of training exclude padding from the loss, and the model would not learn to end.
 - ``split_special_tokens``: the text ``</s>`` in a document is encoded as text, as by SentencePiece, and never as EOS.
 
-BPE and unigram models are supported. Ids can differ only for a text that is a single user-defined symbol; in a unigram
-model, for splits of equal score and the text of a control piece with letters that the model does not know; in a model
-with NFKC normalization, for combining marks out of canonical order or after a compatibility character.
+moh_lm/data/sentencepiece_model.py says which models are supported. Ids can differ only for a text that is a single
+user-defined symbol besides spaces that are removed; in a unigram model, for splits of equal score and the text of a
+control piece with letters that the model does not know; in a model with NFKC normalization, for combining marks out of
+canonical order or after a compatibility character.
 """
 
 import base64
@@ -25,9 +26,9 @@ from sentencepiece import sentencepiece_model_pb2
 
 from moh_lm.data.files import read_json
 from moh_lm.data.hugging_face_model import text_of
+from moh_lm.data.sentencepiece_model import SPACE, conversion_problem
 
 CLASS = "PreTrainedTokenizerFast"  # in config.json too
-SPACE = "\u2581"  # the visible space of SentencePiece
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 
@@ -40,12 +41,8 @@ def read_model(path):
         proto.ParseFromString(Path(path).read_bytes())
     except Exception as error:  # protobuf's DecodeError, whose module depends on the version
         raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
-    trainer = proto.trainer_spec
-    if not proto.pieces or trainer.model_type not in (UNIGRAM, BPE):
-        kind = f"{len(proto.pieces)} pieces of model type {trainer.ModelType.Name(trainer.model_type).lower()}"
-        raise ValueError(f"{path}: {kind}; only bpe and unigram can be converted")
-    if trainer.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
-        raise ValueError(f"{path}: treat_whitespace_as_suffix and escape_whitespaces=false cannot be converted")
+    if problem := conversion_problem(proto) if proto.pieces else "not a SentencePiece model (it has no pieces)":
+        raise ValueError(f"{path}: {problem}")
     return proto
 
 
@@ -58,15 +55,24 @@ def special_ids(proto):
 
 
 def tokenizer_json(proto):
-    special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
-    pieces = enumerate(proto.pieces)
+    added = [(index, piece) for index, piece in enumerate(proto.pieces) if is_special(piece) or is_symbol(piece)]
     return content_of(
-        added=[(index, piece.piece, special[piece.type]) for index, piece in pieces if piece.type in special],
+        added=[(index, piece.piece, is_special(piece)) for index, piece in added],
         normalizer={"type": "Sequence", "normalizers": normalizers(proto)},
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders(proto)},
         model=bpe(proto) if proto.trainer_spec.model_type == BPE else unigram(proto),
     )
+
+
+def is_special(piece):
+    return piece.type in (UNKNOWN, CONTROL)
+
+
+def is_symbol(piece):
+    """Return whether ``piece`` is a user-defined symbol that SentencePiece can find. In a text that it searches spaces
+    are U+2581, so it finds none with a plain space."""
+    return piece.type == USER_DEFINED and " " not in piece.piece
 
 
 def content_of(added, normalizer, pre_tokenizer, decoder, model):
@@ -224,7 +230,7 @@ def normalizers(proto):
 
 def dummy_prefix(proto):
     """The space before a text. User-defined symbols are normalized like a text, by themselves, and must not get one."""
-    symbols = [re.escape(piece.piece) for piece in proto.pieces if piece.type == USER_DEFINED]
+    symbols = [re.escape(piece.piece) for piece in proto.pieces if is_symbol(piece)]
     if not symbols:
         return {"type": "Prepend", "prepend": SPACE}
     return replace_regex(rf"\A(?!\z|(?:{'|'.join(symbols)})\z)", SPACE)

@@ -307,10 +307,11 @@ class MoHLlamaConfig(PretrainedConfig):
         budgets = zip(self.num_shared_heads, self.num_active_routed_heads, self.layer_heads, strict=True)
         for layer, (shared, active, heads) in enumerate(budgets):
             routed = heads - shared
-            if routed < 0 or shared < 0 or not min(1, routed) <= active <= routed:
+            least = int(shared == 0) if self.head_selection == "static" else min(1, routed)  # a router needs one
+            if routed < 0 or shared < 0 or not least <= active <= routed:
                 raise ValueError(
                     f"layer {layer} with {shared} shared and {active} active routed heads: of num_attention_heads "
-                    f"{heads}, {routed} are routed and at least one of them must be active"
+                    f"{heads}, {routed} are routed and at least {least} of them must be active"
                 )
             size = self.heads_per_expert if self.head_selection == "mixture" else 1
             size = max(size, self.competing_groups(layer))
