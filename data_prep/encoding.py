@@ -175,7 +175,7 @@ class Tokenizer:
         return f"; a text that spells {listing(found)} gets their ids" if found else ""
 
     def export_problem(self) -> str:
-        """Return a sentence if no export can convert this tokenizer, else an empty text."""
+        """Return a clause if no export can convert this tokenizer, else an empty text."""
         plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
         return conversion_problem(proto_of(self.model)) if plain else ""
 

@@ -26,7 +26,7 @@ def run(flags) -> int:
     tokenizer = Tokenizer(flags.tokenizer, flags.bos, flags.engine)
     print(tokenizer.ends() + tokenizer.spelled())
     if problem := tokenizer.export_problem():
-        print(f"warning: {problem}")
+        print(f"warning: {problem}; train one with `python data_prep/tokenize.py train`")
     with told("looking at the inputs"):
         sources, from_stdin, failures, not_for_training = find_sources(flags)
     output = data_directory.writable_directory(flags.output)

@@ -6,7 +6,6 @@ from sentencepiece import sentencepiece_model_pb2
 from moh_lm.units import listing
 
 SPACE = "\u2581"  # SentencePiece's visible space
-TRAIN = "train one with `python data_prep/tokenize.py train`"
 
 
 def proto_of(model: sentencepiece.SentencePieceProcessor) -> sentencepiece_model_pb2.ModelProto:
@@ -19,7 +18,7 @@ def user_defined(proto: sentencepiece_model_pb2.ModelProto) -> list[str]:
 
 
 def conversion_problem(proto: sentencepiece_model_pb2.ModelProto) -> str:
-    """Return a sentence if no tokenizer.json gives the ids of the model, with the remedy; else an empty text."""
+    """Return a clause if no tokenizer.json gives the ids of the model, else an empty text."""
     trainer, spec, reason = proto.trainer_spec, proto.normalizer_spec, ""
     if trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
         reason = f"its model type is {trainer.ModelType.Name(trainer.model_type).lower()}, not bpe or unigram"
@@ -31,7 +30,7 @@ def conversion_problem(proto: sentencepiece_model_pb2.ModelProto) -> str:
         reason = f"its normalization changes the user-defined symbols {listing([*map(repr, changed)])}"
     elif cut := cut_symbols(proto):
         reason = f"as a unigram model it may cut the user-defined symbols {listing([*map(repr, cut)])}"
-    return f"an export can hold no tokenizer.json of this model, because {reason}; {TRAIN}" if reason else ""
+    return f"an export can hold no tokenizer.json of this model, because {reason}" if reason else ""
 
 
 def changed_symbols(proto: sentencepiece_model_pb2.ModelProto) -> list[str]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+import yaml
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, HeadsConfig, ModelConfig
@@ -135,8 +136,9 @@ def test_a_card_calls_a_model_a_toy_below_a_billion_tokens(run):
         ({"consumed_samples": enough}, False),
         ({"imported": imported}, False),
     ):
-        card = model_card.model_card(step, config, state | more, torch.float32, 1, True, {}, "a/b")
-        assert ("toy" in card) == said and 'source = "a/b"' in card
+        card = model_card.model_card(step, config, state | more, torch.float32, 1, True, {"language": "no"}, "a/b")
+        assert ("toy" in card) == said and 'source = "a/b"' in card and "\n# b\n" in card
+        assert yaml.safe_load(card.split("---")[1])["language"] == "no"
 
 
 @pytest.mark.parametrize("routing, said", [("paper", True), ("sigmoid", False)])
@@ -178,11 +180,10 @@ def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, expor
     assert str(tmp_path) not in card
     for line in (
         "\nlanguage: en\n",
-        "\n# moh-7\n",
-        "A language model with Mixture-of-Head attention, exported by MoH-LM.",
+        "\n# A language model with Mixture-of-Head attention\n",
         "It has read 2K tokens, so it is a toy",  # 70 * 32
-        'source = "hf"  # OWNER/NAME on the hub, or the directory',
-        "| machine | 2 x NVIDIA H200 |",
+        'source = "."  # OWNER/NAME on the hub, or the directory',
+        "| device | NVIDIA H200 |",
         "| software | torch 2.11.0, commit 012345678 |",
         "| source | share of the mix | tokens seen |",
         f"| books | 25.00% | {(21 + 7) * 32:,} |",
@@ -201,11 +202,15 @@ def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, expor
 
 
 def test_every_layout_gives_the_same_bytes(run, tokenizer, tmp_path, export, without_transformers):
-    export("--checkpoint", run, "--output", tmp_path / "one")
+    started = {"event": "started", "step": 0, "device": "AMD EPYC", "versions": {"torch": "2.13.0"}}
+    shutil.copytree(run, tmp_path / "first")
+    (tmp_path / "first/events.jsonl").write_text(json.dumps({**started, "ranks": 1}) + "\n")
+    export("--checkpoint", tmp_path / "first", "--output", tmp_path / "one")
     for name, tensor_parallel in (("data parallel", False), ("tensor parallel", True)):
-        run_ranks(write_checkpoint, 2, tmp_path / name / run.name, PAPER, tokenizer, tensor_parallel)
-        assert export("--checkpoint", tmp_path / name / run.name, "--output", tmp_path / name / "one")[0] == 0
-        assert contents(tmp_path / name / "one") == contents(tmp_path / "one")
+        run_ranks(write_checkpoint, 2, tmp_path / name / "run", PAPER, tokenizer, tensor_parallel)
+        (tmp_path / name / "run/events.jsonl").write_text(json.dumps({**started, "ranks": 2}) + "\n")
+        assert export("--checkpoint", tmp_path / name / "run", "--output", tmp_path / name / "hf")[0] == 0
+        assert contents(tmp_path / name / "hf") == contents(tmp_path / "one")
 
 
 @torch.no_grad()

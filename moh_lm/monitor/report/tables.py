@@ -55,7 +55,7 @@ def summary(run):
         ("speed", f"{speeds.mean():,.0f} tokens/s" if len(speeds) else ""),
         ("time of training", time_left(run.seconds)),
         ("first started", run.events[0].get("time", "") if run.events else ""),
-        ("machine", machine_of(started)),
+        ("machine", f"{started['ranks']} x {started['device']}" if started else ""),
         ("layout", layout(config)),
         ("software", software_of(started)),
         ("skipped steps", str(run.skipped)),
@@ -115,11 +115,6 @@ def sample_rows(runs):
     """
     rows = [(row["prompt"], name, row["step"], row["text"]) for name, run in runs.items() for row in run.samples]
     return sorted(rows, key=lambda row: row[:3])
-
-
-def machine_of(started):
-    """Return the devices of a ``started`` event in words, "" for {}."""
-    return f"{started['ranks']} x {started['device']}" if started else ""
 
 
 def software_of(started):

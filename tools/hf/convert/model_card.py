@@ -2,14 +2,16 @@
 
 Everything comes from the step directory: the configuration, the segments of the data in state.json (tokens per source,
 exact), and the routers' shares there (head load of the last step). Losses come from metrics.jsonl of the run, two
-directories above, machine and software from its events.jsonl; a step that was copied elsewhere has none, and the card
+directories above, device and software from its events.jsonl; a step that was copied elsewhere has none, and the card
 says so. An import that was not trained has neither data nor losses. Losses are rounded to digits that do not depend on
 the layout.
 """
 
-import json
+import os
 from collections import Counter
 from pathlib import Path
+
+import yaml
 
 from moh_lm.config import TWO_STAGE
 from moh_lm.cost import description
@@ -17,8 +19,8 @@ from moh_lm.cost.summary import describe_cache
 from moh_lm.data.mixture import sample_counts
 from moh_lm.data.segments import tokens_read
 from moh_lm.monitor.events import complete_rows
-from moh_lm.monitor.report.series import check_event, name_of, takes
-from moh_lm.monitor.report.tables import machine_of, software_of
+from moh_lm.monitor.report.series import check_event, takes
+from moh_lm.monitor.report.tables import software_of
 from moh_lm.units import short, words
 from tools.hf.convert.keys import model_type
 
@@ -26,14 +28,14 @@ ALL = "all sources"  # name of the last row of losses; names of sources have no 
 ENOUGH = 10**9  # tokens; a model that was trained from scratch on fewer is a toy
 
 
-def model_card(step, config, state, dtype, parameters, begins, head, source, stock=None):
+def model_card(step, config, state, dtype, parameters, begins, head, name=None, stock=None):
     """Return the content of README.md.
 
     step: a step directory. state: its state.json. parameters: their number. begins: whether the tokenizer puts
     BOS before a text, None if it was not made from that of the data. head: {key: value or None} of the card's header on
-    the hub. source: the name from which the model is loaded. stock: see stock_classes.py, or None.
+    the hub. name: OWNER/NAME there, or None. stock: see stock_classes.py, or None. The content does not depend on the
+    layout of the run, nor on the names of directories.
     """
-    step = step.resolve()
     shown = {
         "Model": model_facts(config.model, dtype, parameters, config.run.seq_length),
         "Training": table([*training_facts(config, state).items(), *surroundings(step, state["step"])]),
@@ -52,12 +54,12 @@ def model_card(step, config, state, dtype, parameters, begins, head, source, sto
     limits += [] if begins is None else [BEGINS if begins else TOKENIZER]
     limits += [ROUTING] if selection == "mixture" else []
     return CARD.format(
-        head="".join(f"{key}: {value}\n" for key, value in head.items() if value),
+        head="".join(yaml.safe_dump({key: value}) for key, value in head.items() if value),
         tag="" if selection == "all" else "tags:\n- mixture-of-head-attention\n",
-        title=name_of(step.parent.parent if step.parent.name == "checkpoints" else step),
-        what=what,
+        title=name.rpartition("/")[2] if name else what,
+        opening=f"{what}, exported" if name else "Exported",
         sentence=sentence,
-        source=json.dumps(source, ensure_ascii=False),
+        source=name or ".",
         remote=", trust_remote_code=True" if kind == "moh_llama" and not stock else "",
         tables="\n".join(f"## {name}\n\n{text}\n" for name, text in shown.items() if text),
         limits="\n## Limits\n\n" + "\n\n".join(limits) + "\n" if limits else "",
@@ -133,11 +135,16 @@ def training_facts(config, state):
 
 
 def surroundings(step, number):
-    """Return rows for the machine and the software of the last start before step ``number``, if the run has its
+    """Return rows for the device and the software of the last start before step ``number``, if the run has its
     events."""
-    rows = [row for _, row in complete_rows(step.parent.parent / "events.jsonl") if takes(check_event, row)]
+    rows = [row for _, row in complete_rows(run_of(step) / "events.jsonl") if takes(check_event, row)]
     started = next((row for row in rows[::-1] if row["event"] == "started" and row.get("step", 0) < number), {})
-    return [("machine", machine_of(started)), ("software", software_of(started))] if started else []
+    return [("device", started["device"]), ("software", software_of(started))] if started else []
+
+
+def run_of(step):
+    """Return the run directory of a step, which may be a link to another disk."""
+    return Path(os.path.abspath(step)).parent.parent
 
 
 def muon_facts(optimizer):
@@ -169,8 +176,7 @@ def data_facts(state):
 
 def loss_facts(step, number):
     """Return the last training interval and the last evaluation up to step ``number`` in metrics.jsonl of the run."""
-    log = step.resolve().parent.parent / "metrics.jsonl"
-    rows = [row for _, row in complete_rows(log) if row["step"] <= number]
+    rows = [row for _, row in complete_rows(run_of(step) / "metrics.jsonl") if row["step"] <= number]
     training = next((row for row in reversed(rows) if row.get("loss") is not None), None)
     evaluation = next((row for row in reversed(rows) if "evaluation" in row), None)
     if not training and not evaluation:
@@ -250,12 +256,12 @@ pipeline_tag: text-generation
 
 # {title}
 
-{what}, exported by MoH-LM. {sentence}
+{opening} by MoH-LM. {sentence}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-source = {source}  # OWNER/NAME on the hub, or the directory of these files
+source = "{source}"  # OWNER/NAME on the hub, or the directory of these files
 tokenizer = AutoTokenizer.from_pretrained(source{remote})
 model = AutoModelForCausalLM.from_pretrained(source{remote})
 tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)

@@ -57,8 +57,7 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
         write_code(LANGUAGE, directory)
     parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory, stock)
     head = {key: getattr(arguments, key) for key in ("language", "license", "base_model")}
-    source = arguments.push_to_hub or arguments.output.resolve().name
-    card = model_card(step, config, state, dtype, parameters, begins, head, source, stock)
+    card = model_card(step, config, state, dtype, parameters, begins, head, arguments.push_to_hub, stock)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
 
