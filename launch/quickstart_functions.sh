@@ -32,6 +32,10 @@ from_here() {
     local flag='' name='--(data-dir|validation-dir|config|eval-tasks|recorded)' text
     given=()
     for text in "$@"; do
+        if [[ $text =~ ^--(checkpoint-dir|dry-run)(=|$) ]]; then
+            echo "$0: ${text%%=*}: this script trains in OUT; for anything else run python -m moh_lm.pretrain" >&2
+            exit 2
+        fi
         if [[ $flag =~ ^$name$ && $text != /* ]]; then
             given+=("$PWD/$text")
         elif [[ $text =~ ^$name=[^/] ]]; then

@@ -51,7 +51,8 @@ def run(arguments):
             programs = f"was trained by {other.program}, and {runs[0]} by {kind.program}"
             raise ConfigError([f"{run}: {programs}; give runs of one program"])
     try:
-        files = write_page(runs, output, kind, arguments.png, replaces=bool(arguments.output))
+        replaces = bool(arguments.output) and output.suffix == ".html"
+        files = write_page(runs, output, kind, arguments.png, replaces)
     except OSError as error:
         problem = f"cannot be written ({reason(error)}); allow it, or give another file"
         raise ConfigError([f"--output {output}: {problem}"]) from error

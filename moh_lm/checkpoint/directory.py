@@ -55,6 +55,13 @@ def refuse_dangling(directory, newest=None):
         raise ConfigError([f"{link}: is a link whose target does not exist; mount its disk, or remove the link"])
 
 
+def no_checkpoint(path):
+    """Return a ConfigError for a ``path`` without checkpoints, which names a run in it or around it."""
+    near = [path] if path.name == "checkpoints" else sorted(path.glob("*/checkpoints"))
+    advice = f"did you mean {near[0].parent}?" if near else "give a run directory, or its checkpoints/step-N"
+    return ConfigError([f"{path}: no checkpoint here; {advice}"])
+
+
 def step_around(path):
     """Return the step directory that ``path`` is or lies in, or None."""
     for place in (path := Path(os.path.realpath(path)), *path.parents):

@@ -24,6 +24,7 @@ from moh_lm.checkpoint.directory import (
     STEP_NAME,
     discard,
     list_steps,
+    no_checkpoint,
     outdated,
     point_latest,
     refuse_dangling,
@@ -319,7 +320,7 @@ def find_step(path):
             refuse_dangling(path / "checkpoints")
         steps = list_steps(path / "checkpoints") if is_run or not STEP_NAME.fullmatch(path.name) else [path]
         if not steps or not steps[0].is_dir():
-            raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
+            raise no_checkpoint(path)
         damaged = verify(steps[0])
     except OSError as error:
         raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error

@@ -8,6 +8,17 @@ from itertools import pairwise
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import integer, real
 
+# What other programs, or other commands of this one, call a flag.
+OTHER_NAMES = {
+    **dict.fromkeys(("--max-steps", "--max-train-steps", "--num-steps", "--steps"), "--train-iters"),
+    **dict.fromkeys(("--bf16", "--fp16", "--fp32"), "--precision"),
+    **dict.fromkeys(("--bs", "--per-device-train-batch-size", "--mbs"), "--micro-batch-size"),
+    **dict.fromkeys(("--gbs", "--global-batch-size", "--gradient-accumulation-steps"), "--batch-tokens"),
+    **dict.fromkeys(("--load", "--save", "--output-dir", "--resume", "--resume-from-checkpoint"), "--checkpoint-dir"),
+    "--checkpoint": "--model",
+    "--model": "--checkpoint",
+}
+
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError: a line with the flag, its value, what is allowed and the remedy."""
@@ -47,7 +58,8 @@ class Parser(argparse.ArgumentParser):
         missing = names.split(", ") if required else []
         flags = [text for text in self.texts if text.startswith("--")]
         given = [text for text in flags if text.split("=")[0] not in self._option_string_actions]
-        misspelt = [text for text in given if difflib.get_close_matches(text, missing, cutoff=0.7)]
+        near = [*missing, *(other for other, name in OTHER_NAMES.items() if name in missing)]
+        misspelt = [text for text in given if difflib.get_close_matches(text.split("=")[0], near, cutoff=0.7)]
         if problems := unknown_arguments(misspelt, missing):
             raise ConfigError([*self.all_problems(), *problems])
         message = f"{' and '.join(missing)}: must be given" if required else message
@@ -95,9 +107,12 @@ def unknown_arguments(unknown, flags):
 def nearest(name, names):
     """Return a sentence with the name that ``name`` may stand for.
 
-    It may be the beginning or the initials of a name, look like it, or have a word that only one name begins with.
+    It may be another program's name, the beginning or the initials of a name, look like it, or have a word that only
+    one name begins with.
     """
-    found = [known for known in names if known.startswith(name)]
+    name = name.replace("_", "-")
+    found = [known for known in names if known == OTHER_NAMES.get(name)]
+    found = found or [known for known in names if known.startswith(name)]
     found = found or sorted((known for known in names if initials(known).startswith(name.strip("-"))), key=initials)
     if not found:
         of_words = [[known for known in names if known.startswith(f"--{word}-")] for word in name.strip("-").split("-")]

@@ -12,7 +12,7 @@ its count in every prefix within less than one sample of its share.
 import math
 import statistics
 
-from moh_lm.monitor.head_load import ALWAYS, high_load
+from moh_lm.monitor.head_load import high_load
 from moh_lm.monitor.ranks import stage_medians
 from moh_lm.units import listing
 
@@ -77,8 +77,6 @@ class Alarms:
         low, high = self.settings.alarm_head_low, self.settings.alarm_head_high
         for layer, loads in zip(self.layers, figures["load"], strict=True):
             fair = layer.fair_load(loads)
-            if fair > ALWAYS:
-                continue  # every head is selected by every token, or nearly so
             for number, load in zip(layer.routed_numbers, loads, strict=True):
                 dead = low and load == 0  # even if all heads of a layer are, with --routing relu
                 if dead or load < low * fair or load > high_load(fair, high):

@@ -13,8 +13,9 @@ ALWAYS = 0.95  # such a load is suspicious even where all but few heads are acti
 
 
 def high_load(fair, high):
-    """Return the load above which a head is overused, ``high`` times ``fair`` but at most ``ALWAYS``; 0: no limit."""
-    return min(high * fair, ALWAYS) if high else math.inf
+    """Return the load above which a head is overused: ``high`` times ``fair``, but at most ``ALWAYS``, or halfway from
+    the fair load to 1 if that is more. There is no limit if ``high`` is 0, or if nearly all heads are always active."""
+    return min(high * fair, max(ALWAYS, (1 + fair) / 2)) if high and fair <= ALWAYS else math.inf
 
 
 @np.errstate(invalid="ignore")  # undefined values, such as the mean gate if no head is used, become NaN

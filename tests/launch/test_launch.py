@@ -440,6 +440,12 @@ def test_environment_step_keeps_the_torch_of_an_active_environment(checkout):
     assert len(calls) == 1 and calls[0].endswith("--editable .[test]") and "--constraint" in calls[0]
 
 
+@pytest.mark.parametrize("extra", ["--help", "tset", ""])
+def test_environment_step_takes_no_other_word_for_an_extra(checkout, extra):
+    code, output, calls = prepare(checkout, extra)
+    assert code == 1 and "is no extra of setup.py" in output and not calls
+
+
 def test_environment_step_installs_only_what_has_changed(checkout):
     assert [len(prepare(checkout, extra)[2]) for extra in ("test", "test", "hf", "test", "hf")] == [1, 0, 1, 0, 0]
     with open(checkout / "setup.py", "a") as file:
@@ -516,6 +522,13 @@ def test_flags_of_a_comparison_name_files_where_it_was_started():
     code, output, _ = execute(["bash", "-c", script, "bash", *flags], ROOT, CDPATH=".")  # with which cd prints
     places = ["--data-dir", f"{ROOT}/a b", f"--config={ROOT}/c.yaml", "--eval-tasks", f"{ROOT}/d", "--eval-tasks=/e"]
     assert (code, output.splitlines()) == (0, [str(ROOT), *places, "--seed", "d"])
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--checkpoint-dir=runs/x"])
+def test_a_quickstart_refuses_flags_with_which_it_would_export_nothing(flag):
+    script = 'source launch/quickstart_functions.sh; from_here "$@"; echo accepted'
+    code, output, _ = execute(["bash", "-c", script, "quickstart.sh", "--seed", "1", flag], ROOT)
+    assert (code, output.split(":")[:2]) == (2, ["quickstart.sh", f" {flag.partition('=')[0]}"]), output
 
 
 @pytest.mark.parametrize("name", ["ablation", "atlas", "ladder", "study"])

@@ -83,6 +83,17 @@ def test_the_limits_of_a_head_are_shares_of_its_fair_load(load, heads):
     assert [facts["heads"] for facts in found] == ([heads] if heads else [])
 
 
+def test_nearly_all_heads_may_be_always_active_and_none_never():
+    """With 15, 19 or 39 heads of one more; above the fair load, only what leaves its half of the rest is suspicious."""
+    for number, most in ((15, 0.965), (19, 0.97), (39, 1.0)):
+        made = Alarms(AlarmConfig(alarm_intervals=1), [RoutedLayer(0, 0, number + 1, number)], {})
+        rest = (number - most) / number
+        seen = {"load": [[most, *[rest] * number]], "balance_loss": [None], "gate_mean": [1.0]}
+        assert made.check(interval(), seen) == []
+        (facts,) = made.check(interval(), {**seen, "load": [[*[1.0] * number, 0.0]]})
+        assert number in facts["heads"]
+
+
 def test_a_layer_of_dead_heads_fires():
     made = alarms(alarm_intervals=1)
     made.layers = [layer._replace(by_sign=True) for layer in LAYERS]  # fair is the mean load

@@ -228,6 +228,21 @@ def test_runs_are_compared_by_what_differs(runs, tmp_path):
     assert "<td>hidden_size</td>" not in text
 
 
+def test_a_file_that_is_no_page_is_not_replaced(runs, capsys):
+    rows = (runs.first / "metrics.jsonl").read_bytes()
+    assert run_report.main([str(runs.first), "--output", str(runs.first / "metrics.jsonl")]) == 2
+    assert "metrics.jsonl: is not a file of this program" in capsys.readouterr().err
+    assert (runs.first / "metrics.jsonl").read_bytes() == rows
+
+
+def test_times_are_means_over_steps():
+    """Of 12 steps, five took 1 s each, five 2 s and two 8 s; rows are means of intervals."""
+    curves = dict.fromkeys((f"seconds/{part}" for part in tables.PARTS), (np.array([]), np.array([])))
+    curves["seconds/data"] = np.array([5, 10, 12]), np.array([1.0, 2.0, 8.0])
+    run = SimpleNamespace(curves=curves, config=SimpleNamespace(run=SimpleNamespace(log_interval=5)))
+    assert tables.time_rows(run) == [[tables.PARTS["data"], f"{31 / 12:.4f}", "100.0%"]]
+
+
 def test_a_page_that_somebody_else_wrote_is_not_replaced(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     foreign = tmp_path / "report.html"

@@ -147,7 +147,7 @@ def test_equal_models_give_equal_bytes(tmp_path):
 def test_a_model_that_would_get_other_ids_is_refused(reason, tmp_path):
     options, text = UNSUPPORTED[reason]
     original = train(tmp_path / "m.model", **options)
-    with pytest.raises(ValueError, match=f"{reason}.*; tools/generate.py and"):
+    with pytest.raises(ValueError, match=f"{reason}.*; tools/generate.py and --eval-tasks use the run"):
         read_model(tmp_path / "m.model")
     write_tokenizer(proto_of(original), tmp_path, 512)
     try:

@@ -27,6 +27,8 @@ TOOLS = {
         list | RUN: must be given
         list nosuch | nosuch: is not a run directory, since it has no checkpoints/
         show nosuch | nosuch: no checkpoint here
+        show . | .: no checkpoint here; did you mean imported?
+        show imported/checkpoints | imported/checkpoints: no checkpoint here; did you mean imported?
         show run --jsn | flag --jsn is unknown: did you mean --json?
         verify run | run: no checkpoint here
         diff run | B: must be given
@@ -132,6 +134,7 @@ TOOLS = {
         --checkpoint nosuch --output out | nosuch: no checkpoint here
         --checkpoint run --output out | run: no checkpoint here
         --chekpoint run --output out | flag --chekpoint is unknown: did you mean --checkpoint?
+        --model run --output out | flag --model is unknown: did you mean --checkpoint?
         --checkpoint run --output out --dtype fp32 | --dtype fp32: choose one of float32, bfloat16
         --checkpoint run --output out --max-shard-size 5 | --max-shard-size 5: write a size such as
         --checkpoint run --output out --license x:[y | --license x:[y: write it as the hub does

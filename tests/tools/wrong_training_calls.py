@@ -7,6 +7,8 @@ TRAINING = {
     "moh_lm.pretrain": """
         --lr 3e-4 | flag --lr is unknown: did you mean --learning-rate?
         --checkpoint runs/x | flag --checkpoint is unknown: did you mean --checkpoint-dir?
+        --max_steps 5 | flag --max_steps is unknown: did you mean --train-iters?
+        --bf16 | flag --bf16 is unknown: did you mean --precision?
         --tp 2 | flag --tp is unknown: did you mean --tensor-parallel-size?
         stray | argument 'stray' belongs to no flag: remove it
         --num-layers banana | --num-layers banana: write a whole number

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from moh_lm.build import build_model
-from moh_lm.checkpoint.directory import STEP_NAME, list_steps, refuse_dangling
+from moh_lm.checkpoint.directory import STEP_NAME, list_steps, no_checkpoint, refuse_dangling
 from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS, FragmentReader, shard_shape
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from moh_lm.config import Config, ConfigError, raise_any
@@ -88,7 +88,7 @@ def locate(path):
         is_step = ANY_STEP.fullmatch(path.name) or (path / "manifest.json").exists()
         steps = [path] if path.is_dir() and is_step else []
     if not steps:
-        raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
+        raise no_checkpoint(path)
     return steps
 
 

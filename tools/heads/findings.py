@@ -19,6 +19,7 @@ alike.
                    unused           no token uses the head
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +108,11 @@ def specialisation(loads, routed):
     """The specialisation in bits, [L, h]; NaN for heads that are not routed. loads: {domain: [L, h]}."""
     loads = np.stack(list(loads.values()))
     return np.where(routed, binary_entropy(loads.mean(0)) - binary_entropy(loads).mean(0), np.nan)
+
+
+def chance(sizes):
+    """Return the bits of specialisation, about, of a head that all domains use alike. sizes: the tokens of each."""
+    return (len(sizes) - 1) / len(sizes) ** 2 * sum(1 / size for size in sizes) / (2 * math.log(2))
 
 
 def binary_entropy(p):

@@ -30,7 +30,9 @@ def report_of(arguments, model, tokenizer, domains, changes=None):
     with tqdm(total=steps, desc="layers", unit="layer", disable=None) as bar:
         measures = measure_text(model, domains, bar.update)
         ranks, counts = frequency_ranks(domains, model.model.embed_tokens.weight.shape[0])
-        measures["prefix"] = measure_prefix(model, repeated_sequences(ranks, counts, tokenizer.eos_id))
+        longest = max(len(domain.windows[0]) for domain in domains)  # the model may know no positions beyond
+        repeated = repeated_sequences(ranks, counts, tokenizer.eos_id, length=max(1, min(25, (longest - 1) // 4)))
+        measures["prefix"] = measure_prefix(model, repeated)
         measures["rare"], chance = measure_rare(model, domains, ranks)
         used, ablation = used_heads(measures), {}
         if tokens:
@@ -43,7 +45,7 @@ def report_of(arguments, model, tokenizer, domains, changes=None):
         "model": str(arguments.model),
         "description": describe(kinds),
         "active": float(np.mean([load.sum(1).mean() for load in measures["load"].values()])),
-        "seq_length": max(len(domain.windows[0]) for domain in domains),
+        "seq_length": longest,
         "domains": [{"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains],
         "routed": bool(routed.any()),
         "kind": kinds,
@@ -68,8 +70,7 @@ def compare_domains(arguments, measures, domains, routed):
     """The part of the report that compares the use of routed heads between domains."""
     bits = findings.specialisation(measures["load"], routed)
     found = {"similarity": findings.similarities(measures, routed), "specialisation": bits}
-    sizes = sum(sum(map(len, domain.windows)) for domain in domains)
-    found["specialisation_chance"] = (len(domains) - 1) / (2 * sizes * math.log(2))
+    found["specialisation_chance"] = findings.chance([sum(map(len, domain.windows)) for domain in domains])
     seen = routed & used_heads(measures)
     most = findings.ranked(bits, seen, min(arguments.examples, seen.sum()))
     rest = seen.copy()

@@ -64,8 +64,10 @@ class RunRecord:
         self.head_figures |= self.read(sink_curves, [row for row in evaluations if "sink" in row])[0]
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
         self.first_evaluation, self.last_evaluation = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
-        self.seconds = training_seconds(training, self.tokens_of_parent(training))
+        begun = self.tokens_of_parent(training)
+        self.seconds = training_seconds(training, begun)
         self.last_row = training[-1] if training else {"step": 0, "tokens": 0}
+        self.speed = (self.last_row["tokens"] - begun) / self.seconds if self.seconds else 0
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
 
     def rows_of(self, name, check):

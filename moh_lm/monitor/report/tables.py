@@ -2,6 +2,8 @@
 
 from itertools import groupby
 
+import numpy as np
+
 from moh_lm.config import Config
 from moh_lm.cost.description import describe_heads
 from moh_lm.monitor.report.series import in_words
@@ -45,14 +47,13 @@ def summary(run):
     heads = " to ".join(map(str, sorted({min(model.head_counts), max(model.head_counts)})))
     shape = f"{model.num_layers} layers of {heads} heads, width {model.hidden_size}"
     tokens = run.tokens_at(run.step), run.tokens_at(config.run.train_iters)
-    _, speeds = run.curves["tokens_per_second"]
     return [
         ("state", run.state),
         ("model", ": ".join([*size(run), shape])),
         ("heads", describe_heads(model) if of_text else f"{model.active_share():.1%} of the heads per token"),
         ("tokens", " of ".join(map(short, tokens))),
         ("held-out loss", losses_told(run)),
-        ("speed", f"{speeds.mean():,.0f} tokens/s" if len(speeds) else ""),
+        ("speed", f"{run.speed:,.0f} tokens/s" if run.speed else ""),
         ("time of training", time_left(run.seconds)),
         ("first started", run.events[0].get("time", "") if run.events else ""),
         ("machine", f"{started['ranks']} x {started['device']}" if started else ""),
@@ -80,9 +81,13 @@ def layout(config):
 
 
 def time_rows(run):
-    """Return rows [part of a step, its seconds, its share], means over the run on rank 0."""
-    means = {key: run.curves[f"seconds/{key}"][1] for key in PARTS}
-    means = {key: values.mean() for key, values in means.items() if len(values)}
+    """Return rows [part of a step, its seconds, its share], means over the steps of the run on rank 0."""
+    means = {}
+    for key in PARTS:
+        steps, values = run.curves[f"seconds/{key}"]  # the means of intervals, of which the last may be shorter
+        if len(values):
+            begun = max(0, steps[0] - run.config.run.log_interval)
+            means[key] = np.average(values, weights=np.diff(steps, prepend=begun))
     whole = sum(means.values())
     return [[PARTS[key], f"{mean:.4f}", f"{mean / whole:.1%}"] for key, mean in means.items() if whole]
 

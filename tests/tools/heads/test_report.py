@@ -16,8 +16,9 @@ pytest.importorskip("matplotlib")
 
 from moh_lm.config import ConfigError, ModelConfig
 from tests.distributed import run_ranks
+from tests.models import draw_zeros, make_model
 from tests.tools.exporting import PAPER, write_checkpoint
-from tests.tools.heads.models import TREES, random_model
+from tests.tools.heads.models import SMALL, TREES, random_model
 from tools import head_report
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -104,6 +105,22 @@ def test_rarely_used_routed_heads_are_compared_with_the_others(tools):
     found = tools["changes"].rare_against_others(changes, load, routed)
     assert found == pytest.approx(((2 + 4) / (1 + 3), 0.15, 0.35))
     assert all(map(math.isnan, tools["changes"].rare_against_others(changes, load, routed & False)))
+
+
+def test_a_model_is_asked_for_no_position_beyond_its_table(tools, texts):
+    arguments = Namespace(model="m", ablation_tokens=None, l0=[], examples=1, similarity=None)
+    tokenizer = type("Tokenizer", (), {"eos_id": 0})
+    config = ModelConfig(**SMALL, position=("learned",), learned_positions=40)
+    report, _ = tools["report"].report_of(arguments, draw_zeros(make_model(config)).eval(), tokenizer, texts)
+    assert report["seq_length"] == 40
+
+
+@pytest.mark.parametrize("sizes", [(4096, 54), (300, 300), (200, 90, 1000)])
+def test_specialisation_by_chance_is_that_of_heads_that_all_domains_use_alike(tools, sizes):
+    drawn = np.random.default_rng(0)
+    loads = {place: drawn.binomial(size, 0.4, size=(1, 20_000)) / size for place, size in enumerate(sizes)}
+    found = tools["findings"].specialisation(loads, np.ones((1, 20_000), bool)).mean()
+    assert tools["findings"].chance(sizes) == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["static", "element gates, tied"])

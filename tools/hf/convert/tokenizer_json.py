@@ -42,7 +42,7 @@ def read_model(path):
     except Exception as error:  # protobuf's DecodeError, whose module depends on the version
         raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
     if problem := conversion_problem(proto) if proto.pieces else "not a SentencePiece model (it has no pieces)":
-        raise ValueError(f"{path}: {problem}; tools/generate.py and tools/evaluate.py use the checkpoint as it is")
+        raise ValueError(f"{path}: {problem}; tools/generate.py and --eval-tasks use the run as it is")
     return proto
 
 
