@@ -174,19 +174,22 @@ def test_losses_and_differences_of_the_history_are_those_of_the_published_runs()
     assert f"ends {lower} lower than at 0.008" in later
     assert f"minus `gated-50` is {interval(losses['s2', 'sigmoid-50'], gated)} instead" in later
 
-    rates, differences = tables_of(later.partition("On that day")[2])
+    rates, differences, five = tables_of(later.partition("On that day")[2])
     factors, first_three = rates[0][1:-1], {key: {n: of[n] for n in (1, 2, 3) if n in of} for key, of in found.items()}
-    chosen = {}
+    chosen, whole = {}, {}
     for arm, *cells, minus in rates[2:]:
         means = {factor: cell.strip("*") for factor, cell in zip(factors, cells, strict=True) if cell}
         for factor, mean in means.items():
             assert mean == f"{statistics.fmean(first_three['s2', arm, factor].values()):.4f}", (arm, factor)
         (bold,) = [factor for factor, cell in zip(factors, cells, strict=True) if cell.startswith("**")]
         assert means[bold] == min(means.values()) and len(means) > 2
-        chosen[arm] = first_three["s2", arm, bold]
+        chosen[arm], whole[arm] = first_three["s2", arm, bold], found["s2", arm, bold]
         assert minus == (interval(chosen[arm], chosen["dense"]) if arm != "dense" else "")
-    for arm, other, said in differences[2:]:
-        assert said == interval(chosen[arm], chosen[other]), (arm, other)
+    for arm, other, *said in differences[2:]:
+        assert said == [interval(of[arm], of[other]) for of in (chosen, whole)], (arm, other)
+    for arm, rate, *said, minus, _ in five[2:]:
+        assert said == [f"{found['s2', arm, f'{float(rate) / 8e-3:g}'][seed]:.4f}" for seed in range(1, 6)], arm
+        assert minus == (interval(whole[arm], whole["dense"]) if arm in whole and arm != "dense" else "")
     assert len(chosen) > 4 and len(differences) > 5
 
 
