@@ -16,8 +16,8 @@ TORCH_VERSION=2.13.0
 moh_lm_environment() {
     local extra=${1:-} own='' root prefix
     root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P) || return
-    if ! grep -qF -- "\"$extra\": " "$root/setup.py"; then
-        moh_lm_fail "$extra: is no extra of setup.py; give one, such as hf"
+    if ! sed -n '/extras_require/,$p' "$root/setup.py" | grep -qF -- "\"$extra\": "; then
+        moh_lm_fail "extra '$extra': is not in setup.py; give one of those there, such as hf"
         return
     fi
     prefix=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}

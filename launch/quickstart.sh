@@ -9,6 +9,7 @@ set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 from_here "${@:2}"
+trains_in_out
 begin quickstart "${1:-}"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
 

@@ -21,6 +21,7 @@ fi
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 seed=${2:-1234}
 from_here "${@:3}"
+trains_in_out
 if [[ ! $seed =~ ^[0-9]+$ ]]; then
     echo "usage: bash launch/quickstart_continue.sh [OUT [SEED [FLAGS]]]; got $*" >&2
     exit 2

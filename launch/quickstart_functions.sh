@@ -32,10 +32,6 @@ from_here() {
     local flag='' name='--(data-dir|validation-dir|config|eval-tasks|recorded)' text
     given=()
     for text in "$@"; do
-        if [[ $text =~ ^--(checkpoint-dir|dry-run)(=|$) ]]; then
-            echo "$0: ${text%%=*}: this script trains in OUT; for anything else run python -m moh_lm.pretrain" >&2
-            exit 2
-        fi
         if [[ $flag =~ ^$name$ && $text != /* ]]; then
             given+=("$PWD/$text")
         elif [[ $text =~ ^$name=[^/] ]]; then
@@ -44,6 +40,17 @@ from_here() {
             given+=("$text")
         fi
         flag=$text
+    done
+}
+
+# trains_in_out: refuses flags in `given` without which OUT would lack the checkpoint that is exported.
+trains_in_out() {
+    local text
+    for text in ${given[@]+"${given[@]}"}; do
+        if [[ $text =~ ^--(checkpoint-dir|dry-run)(=|$) ]]; then
+            echo "$0: ${text%%=*}: this script trains in OUT and exports from there; leave it out" >&2
+            exit 2
+        fi
     done
 }
 

@@ -16,6 +16,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 stages=${2:-2}
 from_here "${@:3}"
+trains_in_out
 if [[ ! $stages =~ ^[0-9]+$ ]]; then
     echo "usage: bash launch/quickstart_continue.sh --real [OUT [STAGES [FLAGS]]]; got --real $*" >&2
     exit 2

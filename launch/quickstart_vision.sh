@@ -10,6 +10,7 @@ set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 from_here "${@:2}"
+trains_in_out
 begin quickstart_vision "${1:-}"
 out=${out#"$root/"}
 

@@ -50,7 +50,7 @@ def compare(flags):
     if not comparison.variants:
         raise ConfigError(list(dict.fromkeys(comparison.refused.values())))
     comparison.check_flags()
-    _lock = None if flags.plan else lock_directory(flags.out)
+    _lock = lock_directory(flags.out)
     if flags.plan or flags.hours < math.inf:
         times.measure(comparison, comparison.trained, flags.table.variants[:1], rounds=1)
         comparison.describe_plan()

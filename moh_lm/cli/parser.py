@@ -118,6 +118,9 @@ def nearest(name, names):
         of_words = [[known for known in names if known.startswith(f"--{word}-")] for word in name.strip("-").split("-")]
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         found = list(dict.fromkeys([*near, *(only[0] for only in of_words if len(only) == 1)]))
+    if not found:
+        others = [OTHER_NAMES[other] for other in difflib.get_close_matches(name, OTHER_NAMES, n=1, cutoff=0.7)]
+        found = [other for other in others if other in names]
     return f"did you mean {' or '.join(found[:3])}?" if found else "--help lists all of them"
 
 

@@ -14,7 +14,7 @@ import pytest
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.report import page, pictures, tables
-from moh_lm.monitor.report.series import POINTS, RunRecord
+from moh_lm.monitor.report.series import POINTS, RunRecord, training_seconds
 from tests.vision.cases import parsed
 from tools import run_report
 
@@ -233,6 +233,11 @@ def test_a_file_that_is_no_page_is_not_replaced(runs, capsys):
     assert run_report.main([str(runs.first), "--output", str(runs.first / "metrics.jsonl")]) == 2
     assert "metrics.jsonl: is not a file of this program" in capsys.readouterr().err
     assert (runs.first / "metrics.jsonl").read_bytes() == rows
+
+
+def test_an_interval_without_a_valid_step_has_neither_seconds_nor_tokens():
+    rows = [{"tokens": 100 * n, "tokens_per_second": 0 if n in (2, 3) else 50} for n in range(1, 6)]
+    assert training_seconds(rows, 0) == (6, 300)
 
 
 def test_times_are_means_over_steps():

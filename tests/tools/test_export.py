@@ -154,6 +154,12 @@ def test_the_log_is_found_from_among_the_checkpoints(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.chdir(tmp_path / "checkpoints")
     assert "3.25" in model_card.loss_facts(Path("step-9"), 9)
+    (tmp_path / "elsewhere" / "links").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "links" / "best").symlink_to(tmp_path / "checkpoints" / "step-9")
+    assert "3.25" in model_card.loss_facts(tmp_path / "elsewhere" / "links" / "best", 9)
+    (tmp_path / "another" / "disk" / "step-9").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-10").symlink_to(tmp_path / "another" / "disk" / "step-9")
+    assert "3.25" in model_card.loss_facts(tmp_path / "checkpoints" / "step-10", 9)
 
 
 def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, export, without_transformers):
@@ -216,7 +222,7 @@ def test_every_layout_gives_the_same_bytes(run, tokenizer, tmp_path, export, wit
 @torch.no_grad()
 def test_transformers_computes_the_logits_and_text_of_the_trainer(run, tokenizer, tmp_path, programs):
     pytest.importorskip("transformers")
-    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "links").mkdir(parents=True)
     finished = subprocess.run(  # as typed, from another directory
         [str(programs / "python"), str(TOOLS / "export_hf.py"), "--checkpoint", str(run), "--output", "hf"],
         env={**os.environ, "PYTHONPATH": str(TOOLS.parent)},

@@ -147,6 +147,7 @@ TOOLS = {
         --model nosuch --prompt a | --model nosuch: no such directory
         --model empty --prompt a | empty: no checkpoint here
         --model run --prompt a | run: no checkpoint here
+        --checkpoint-dir run | flag --checkpoint-dir is unknown: did you mean --model?
         --model run --prompt a --device banana | --device banana: write cpu, cuda, or cuda:N
         --model run --prompt a --max-new-tokens 0 | --max-new-tokens 0: must be 1 or above
         --model run --prompt a --temperature -1 | --temperature -1: must be 0 or above, such as 0.8

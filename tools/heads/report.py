@@ -30,8 +30,8 @@ def report_of(arguments, model, tokenizer, domains, changes=None):
     with tqdm(total=steps, desc="layers", unit="layer", disable=None) as bar:
         measures = measure_text(model, domains, bar.update)
         ranks, counts = frequency_ranks(domains, model.model.embed_tokens.weight.shape[0])
-        longest = max(len(domain.windows[0]) for domain in domains)  # the model may know no positions beyond
-        repeated = repeated_sequences(ranks, counts, tokenizer.eos_id, length=max(1, min(25, (longest - 1) // 4)))
+        length = min(25, ((model.config.learned_positions or math.inf) - 1) // 4)  # repeated four times after EOS
+        repeated = repeated_sequences(ranks, counts, tokenizer.eos_id, length=int(length))
         measures["prefix"] = measure_prefix(model, repeated)
         measures["rare"], chance = measure_rare(model, domains, ranks)
         used, ablation = used_heads(measures), {}
@@ -45,7 +45,7 @@ def report_of(arguments, model, tokenizer, domains, changes=None):
         "model": str(arguments.model),
         "description": describe(kinds),
         "active": float(np.mean([load.sum(1).mean() for load in measures["load"].values()])),
-        "seq_length": longest,
+        "seq_length": max(len(domain.windows[0]) for domain in domains),
         "domains": [{"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains],
         "routed": bool(routed.any()),
         "kind": kinds,

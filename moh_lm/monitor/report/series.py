@@ -65,9 +65,9 @@ class RunRecord:
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
         self.first_evaluation, self.last_evaluation = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
         begun = self.tokens_of_parent(training)
-        self.seconds = training_seconds(training, begun)
+        self.seconds, timed = training_seconds(training, begun)
         self.last_row = training[-1] if training else {"step": 0, "tokens": 0}
-        self.speed = (self.last_row["tokens"] - begun) / self.seconds if self.seconds else 0
+        self.speed = timed / self.seconds if self.seconds else 0
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
 
     def rows_of(self, name, check):
@@ -313,9 +313,12 @@ def by_layer(rows, key):
 
 
 def training_seconds(rows, before):
-    """Return the seconds of training in the rows, their tokens over their speed. before: tokens read before them."""
-    seconds = 0.0
+    """Return the seconds of training in the rows, their tokens over their speed, and these tokens; a row without a
+    valid step has no speed. before: tokens read before the rows."""
+    seconds = timed = 0.0
     for row in rows:
-        seconds += (row["tokens"] - before) / row["tokens_per_second"] if row["tokens_per_second"] else 0
+        if row["tokens_per_second"]:
+            timed += row["tokens"] - before
+            seconds += (row["tokens"] - before) / row["tokens_per_second"]
         before = row["tokens"]
-    return seconds
+    return seconds, timed

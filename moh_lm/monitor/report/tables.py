@@ -87,7 +87,7 @@ def time_rows(run):
         steps, values = run.curves[f"seconds/{key}"]  # the means of intervals, of which the last may be shorter
         if len(values):
             begun = max(0, steps[0] - run.config.run.log_interval)
-            means[key] = np.average(values, weights=np.diff(steps, prepend=begun))
+            means[key] = np.average(values, weights=np.maximum(np.diff(steps, prepend=begun), 1))
     whole = sum(means.values())
     return [[PARTS[key], f"{mean:.4f}", f"{mean / whole:.1%}"] for key, mean in means.items() if whole]
 

@@ -143,8 +143,9 @@ def surroundings(step, number):
 
 
 def run_of(step):
-    """Return the run directory of a step, which may be a link to another disk."""
-    return Path(os.path.abspath(step)).parent.parent
+    """Return the run directory of a step. The step may be a link to another disk, or be named by a link elsewhere."""
+    places = [Path(path(step)).parent.parent for path in (os.path.abspath, os.path.realpath)]
+    return next((place for place in places if (place / "metrics.jsonl").exists()), places[0])
 
 
 def muon_facts(optimizer):
