@@ -39,7 +39,7 @@ def run_ranks(function, world_size, *arguments):
         ]
         for process in ranks:
             process.start()
-        wait_for(ranks)
+        wait_for(ranks, lambda: any(Path(folder).glob("*.error")))
         for process in ranks:
             process.kill()
             process.join()
@@ -53,12 +53,13 @@ def run_ranks(function, world_size, *arguments):
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
 
 
-def wait_for(ranks):
-    """Return when all ``ranks`` have left, or one has failed, for which the others might wait in vain."""
+def wait_for(ranks, failed):
+    """Return when all ``ranks`` have left, or a minute after one has ``failed``: others may wait for it in vain."""
     running, until = ranks, monotonic() + TIMEOUT.total_seconds()
-    while running and not any(process.exitcode for process in ranks) and monotonic() < until:
+    while running and monotonic() < until:
         wait([process.sentinel for process in running], until - monotonic())
         running = [process for process in ranks if process.exitcode is None]
+        until = min(until, monotonic() + 60) if failed() else until
 
 
 def run_rank(rank, world_size, port, folder, function, arguments):
@@ -72,7 +73,6 @@ def run_rank(rank, world_size, port, folder, function, arguments):
         DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
-    failed = False
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
         dist.barrier()  # a function may end the group, and with it the store that another rank still needs to join
@@ -80,10 +80,9 @@ def run_rank(rank, world_size, port, folder, function, arguments):
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        failed = True
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())
     sys.stdout.flush()
-    os._exit(failed)  # gloo's threads now and then abort the interpreter's own shutdown
+    os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
 
 
 def whole(shards):
