@@ -14,8 +14,7 @@ from pydoc_data.topics import topics
 
 import zstandard
 
-from tests.launch.running import environment, execute
-from tests.launch.test_launch import PYTHON
+from tests.launch.running import PYTHON, environment, execute
 from tests.launch.test_slurm import SCONTROL, SRUN
 from tests.tokenizing import ROOT, sentencepiece_model
 from tests.tools.evaluating import made_rows

@@ -3,7 +3,7 @@
 #
 #     bash tests/run.sh
 #     bash tests/run.sh --quick
-#     bash tests/run.sh tests/launch/test_launch.py -k corpus
+#     bash tests/run.sh tests/launch/test_quickstart.py -k corpus
 #
 # --quick runs the tests that are marked `quick`: in a minute and a half on two cores they say whether a change broke an
 # equation (router, attention, positions, the exported model), a format (shards, mixture, tokens, checkpoints, exports)

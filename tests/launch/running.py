@@ -1,4 +1,4 @@
-"""What the tests of scripts share: commands without the variables of a launcher, and what ranks were told."""
+"""What the tests of scripts share: stand-ins, commands without a launcher's variables, and what ranks were told."""
 
 import json
 import os
@@ -9,7 +9,19 @@ from pathlib import Path
 
 from tests.tokenizing import ROOT
 
+SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE", "MASTER_PORT"}
+
+# Stands for the Python of an active environment: pip's calls are noted, and fail while the file `offline` is there.
+PYTHON = """#!/bin/sh
+case "$*" in
+    "-m pip "*) echo "$*" >>"{directory}/calls"; test ! -e "{directory}/offline" || {{ echo "no network"; exit 1; }} ;;
+    *import*deepspeed*) ;;
+    "-c import pip") test ! -e "{directory}/without pip" ;;
+    "-m ensurepip") test -e "{directory}/ensurepip" ;;
+    *) exec "{python}" "$@" ;;
+esac
+"""
 
 
 def environment(**variables):
