@@ -1,8 +1,7 @@
-"""The command as users run it: from files to a data directory, its counts and its refusals."""
+"""The command as users run it: from files or standard input to a data directory, its words and its refusals."""
 
 import gzip
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -15,16 +14,13 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from data_prep import report, writing
-from data_prep import units as units_module
-from data_prep.containers import InputError
+from data_prep import report
 from data_prep.encoding import Options, Tokenizer
 from data_prep.output import check_source_names
 from data_prep.report import outlook
 from data_prep.tokenize import main
 from data_prep.units import plan_units
 from data_prep.writing import tokenize_unit
-from moh_lm.data.files import beside
 from moh_lm.data.shards import read_manifest
 from moh_lm.supervise import run_directory
 from tests.tokenizing import (
@@ -47,7 +43,6 @@ def other_model(tmp_path_factory):
 
 
 # --- The command line ---
-
 
 SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in Python 3.11")
 
@@ -161,6 +156,12 @@ def test_a_second_tokenizer_in_a_directory_is_refused(model, other_model, tmp_pa
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == model.read_bytes()
 
 
+def test_tokenizing_starts_without_torch():
+    """It would take two seconds, in the program and again in every worker."""
+    code = "import sys, data_prep.tokenize; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 # --- From files to shards ---
 
 
@@ -222,92 +223,18 @@ def test_damaged_standard_input_fails_and_other_sources_go_on(model, tmp_path):
     assert b"standard input is empty" in closed.stderr
 
 
-# --- Damage ---
-
-
-def test_counts_by_reason_add_up_and_bad_records_are_kept(model, tmp_path):
-    lines = [b'{"text": "first"}', b"", b'{"text": "cut', b'{"text": "\xff\xfe"}', b'{"text": ""}', b'{"txt": 1}'] * 15
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl")
+@pytest.mark.parametrize(("text", "altered"), [("a\u2581b", 1), ("a\u2585b", 0)])
+def test_the_space_mark_in_a_text_is_counted_and_said(text, altered, model, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines([text, "plain"]))
+    for _ in range(2):  # also if the shard is complete already
+        stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+        assert ("U+2581 is in 1 document: SentencePiece reserves it" in stdout) == bool(altered)
     (shard,) = shards(tmp_path / "out", "a")
-    expected = {"bad UTF-8": 15, "blank line": 15, "broken JSON": 15, "empty text": 15, "missing text": 15}
-    assert shard.sidecar["dropped"] == expected
-    assert shard.num_documents + sum(expected.values()) == len(lines)
-    assert "15 bad UTF-8, 15 blank line, 15 broken JSON, 15 empty text, 15 missing text" in stdout
-    rejects = [json.loads(line) for line in beside(shard.prefix, ".rejects.jsonl").read_text().splitlines()]
-    reasons = {lines[2]: "broken JSON", lines[3]: "bad UTF-8", lines[5]: "missing text"}
-    data = (tmp_path / "in.jsonl").read_bytes()
-    found = [data[reject["offset"] :].split(b"\n")[0] for reject in rejects]
-    assert found == [line for line in lines if line in reasons][:20]
-    for reject, line in zip(rejects, found, strict=True):
-        assert reject["file"] == str(tmp_path / "in.jsonl")
-        assert reject["reason"] == reasons[line]
-        assert reject["excerpt"].strip() == line.decode(errors="backslashreplace")
+    assert shard.sidecar.get("altered", 0) == altered
+    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([text.replace("\u2581", " "), "plain"])
 
 
-def test_a_sound_input_leaves_no_file_of_rejects(model, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(b"\n\n" + json_lines(["a", ""]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl")
-    assert not list((tmp_path / "out").rglob("*rejects*"))
-
-
-def test_rejects_that_were_fixed_in_place_disappear(model, tmp_path):
-    path, good = tmp_path / "in.jsonl", json_lines(["x" * 1000] * 100)
-    for line, count in ((b'{"text": 1}\n', 1), (b'{"text":""}\n', 0)):  # the same size, and far from both ends
-        path.write_bytes(good + line + good)
-        os.utime(path, (time.time() + 5 * (1 - count), time.time() + 5 * (1 - count)))
-        tokenize(model, tmp_path / "out", f"a={path}")
-        assert len(list((tmp_path / "out").rglob("*rejects*"))) == count
-
-
-def test_damaged_containers_fail_alone_and_are_not_published(model, tmp_path):
-    lines = json_lines([f"document {number} {os.urandom(30).hex()}" for number in range(2000)])
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/good.jsonl.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "in/cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-20_000])
-    (tmp_path / "in/cut.jsonl.zst").write_bytes(zstandard.compress(lines)[:-20_000])
-    (tmp_path / "in/page.json.gz").write_bytes(b"<!DOCTYPE html>\n<html>404</html>\n")
-    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"] * 100}), tmp_path / "in/column.parquet")
-    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*.*", code=1)
-    failed = [line for line in stderr.splitlines() if "failed:" in line]
-    for name in ("cut.jsonl.gz", "cut.jsonl.zst", "page.json.gz", "column.parquet"):
-        assert sum(name in line for line in failed) == 1, (name, failed)
-    assert len(failed) == 4
-    (shard,) = shards(tmp_path / "out", "a")
-    assert shard.num_documents == 2000
-    assert {path.suffix for path in (tmp_path / "out" / "a").iterdir()} == {".bin", ".idx", ".json"}
-    assert len(list((tmp_path / "out" / "a").iterdir())) == 3
-
-
-def test_copies_are_left_out_and_a_shard_of_one_is_replaced(model, tmp_path):
-    (tmp_path / "b.jsonl").write_bytes(json_lines(["once"]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
-    (tmp_path / "a.jsonl").write_bytes(json_lines(["once"]))
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", f"a={tmp_path}/b*")
-    assert f"left out as copies of other files: {tmp_path}/b.jsonl" in stdout
-    assert "replaced 1 shard" in stdout
-    assert decoded(tmp_path / "out", "a", model) == ["once"]
-
-
-def test_many_copies_are_counted_and_listed_in_a_file(model, tmp_path):
-    for number in range(5):
-        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(["once"]))
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
-    assert f"other files: 4 files, such as {tmp_path}/1.jsonl; {tmp_path}/out/left_out.txt lists them\n" in stdout
-    listed = [line.rpartition(": ")[2] for line in (tmp_path / "out/left_out.txt").read_text().splitlines()]
-    assert listed == [f"{tmp_path}/{number}.jsonl" for number in range(1, 5)]
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/[12].jsonl")
-    assert not (tmp_path / "out/left_out.txt").exists()
-
-
-def test_a_list_that_someone_else_left_stays(model, tmp_path):
-    for number in range(5):
-        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(["once"]))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/left_out.txt").write_text("mine\n")
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
-    assert all(f"{tmp_path}/{number}.jsonl" in stdout for number in range(1, 5))  # on the console instead
-    assert (tmp_path / "out/left_out.txt").read_text() == "mine\n"
+# --- What it says meanwhile ---
 
 
 def test_something_is_said_while_nothing_happens(model, tmp_path, monkeypatch, capfd):
@@ -323,130 +250,6 @@ def test_something_is_said_while_nothing_happens(model, tmp_path, monkeypatch, c
     assert lines[0] == "training, 0 s so far" and 3 <= len(lines) < 7
 
 
-@pytest.mark.parametrize(("text", "altered"), [("a\u2581b", 1), ("a\u2585b", 0)])
-def test_the_space_mark_in_a_text_is_counted_and_said(text, altered, model, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(json_lines([text, "plain"]))
-    for _ in range(2):  # also if the shard is complete already
-        stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
-        assert ("U+2581 is in 1 document: SentencePiece reserves it" in stdout) == bool(altered)
-    (shard,) = shards(tmp_path / "out", "a")
-    assert shard.sidecar.get("altered", 0) == altered
-    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([text.replace("\u2581", " "), "plain"])
-
-
-@pytest.mark.parametrize("then", ["moved", "copied", "linked"])
-def test_a_file_that_comes_again_in_other_units_counts_once(then, model, tmp_path):
-    long = [f"{number} {os.urandom(100_000).hex()}" for number in range(3)]  # larger than what is sampled
-    (tmp_path / "in/deep").mkdir(parents=True)
-    (tmp_path / "in/deep/b.jsonl").write_bytes(json_lines(long))
-    (tmp_path / "in/deep/c.jsonl").write_bytes(json_lines(["other"]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/deep/*.jsonl")
-    again = tmp_path / "again"
-    {"moved": os.rename, "copied": shutil.copytree, "linked": os.symlink}[then](tmp_path / "in", again)
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={again}/**/b.jsonl", unit_size="300K")
-    assert "replaced 1 shard" in stdout
-    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([*long, "other"])
-
-
-def test_a_moved_file_beside_a_damaged_one_is_not_listed_twice(model, tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/b.jsonl").write_bytes(json_lines([os.urandom(100_000).hex() for _ in range(3)]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*.jsonl")
-    before = (tmp_path / "out/manifest.json").read_bytes()
-    os.rename(tmp_path / "in", tmp_path / "again")
-    (tmp_path / "again/c.jsonl.gz").write_bytes(gzip.compress(json_lines(["other"]))[:-9])
-    again = f"a={tmp_path}/again/*"
-    _, stderr = tokenize(model, tmp_path / "out", again, unit_size="300K", code=1)
-    assert "manifest.json is left as it was" in stderr
-    assert (tmp_path / "out/manifest.json").read_bytes() == before
-    (tmp_path / "d.jsonl").write_bytes(json_lines(["of another source"]))
-    later = [(f"{source}={tmp_path}/d.jsonl", {}) for source in "ba"]  # commands that read none of these files
-    later.append((again, {"unit_size": "300K", "text_key": "absent"}))  # and one that finishes none
-    for source, options in later:
-        _, stderr = tokenize(model, tmp_path / "out", source, code=1, **options)
-        assert "may have text that newer shards also have; run data_prep/tokenize.py for a again" in stderr
-        assert (tmp_path / "out/manifest.json").read_bytes() == before
-    (tmp_path / "again/c.jsonl.gz").write_bytes(gzip.compress(json_lines(["other"])))
-    tokenize(model, tmp_path / "out", again, unit_size="300K")
-    assert len(decoded(tmp_path / "out", "a", model)) == 5 and not (tmp_path / "out/a/.replacing").exists()
-
-
-def test_a_file_with_another_middle_leaves_the_earlier_shard(model, tmp_path):
-    texts = ["x" * 200_000, "first", "y" * 200_000]
-    (tmp_path / "b.jsonl").write_bytes(json_lines(texts))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/b.jsonl")
-    (tmp_path / "c.jsonl").write_bytes(json_lines([texts[0], "later", texts[2]]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/c.jsonl")
-    assert sorted(text for text in decoded(tmp_path / "out", "a", model) if len(text) < 9) == ["first", "later"]
-
-
-def test_a_file_that_differs_in_its_middle_only_is_another(model, tmp_path):
-    for folder, middle in (("one", "first"), ("two", "later")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.jsonl").write_bytes(json_lines(["x" * 200_000, middle, "y" * 200_000]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/one/*", unit_size="100K")
-    before = files(tmp_path / "out")
-    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/two/*", unit_size="100K", code=2)
-    assert f"was made of {tmp_path}/one/a.jsonl; {tmp_path}/two/a.jsonl has the same name, size, first" in stderr
-    assert "differs in between: give one of the files another name" in stderr and files(tmp_path / "out") == before
-    shutil.copytree(tmp_path / "one", tmp_path / "copy")
-    (tmp_path / "two/a.jsonl").rename(tmp_path / "two/b.jsonl")
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/copy/*", f"a={tmp_path}/two/*", unit_size="100K")
-    assert "a: 8 shards from 2 files, 4 of them already complete" in stdout
-    shutil.rmtree(tmp_path / "one")  # moved, as it seems
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/copy/*", unit_size="100K")
-    assert "a: 4 shards from 1 file, 4 of them already complete" in stdout
-
-
-def test_shards_of_inputs_that_are_not_named_are_counted(model, tmp_path):
-    (tmp_path / "in").mkdir()
-    for name in "ab":
-        (tmp_path / f"in/{name}.jsonl").write_bytes(json_lines([f"{name} one", f"{name} two"]))
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", f"b={tmp_path}/in/a*")
-    assert "does not name" not in stdout
-    (tmp_path / "in/a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in/a.jsonl").read_bytes()))
-    (tmp_path / "in/a.jsonl").unlink()
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
-    (line,) = [line for line in stdout.splitlines() if "does not name" in line]
-    assert line == "a keeps 1 shard (2 documents) from inputs that this command does not name"
-
-
-def test_a_source_without_a_document_fails_and_says_why(model, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(b'{"content": "x"}\n' * 3)
-    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", code=1)
-    assert "in.jsonl: holds no document (3 missing text)" in stderr
-    assert "--text-key" in stderr
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", text_key="content")
-    assert decoded(tmp_path / "out", "a", model) == ["x"] * 3
-
-
-def test_a_file_of_which_nothing_can_be_read_fails_by_name(model, tmp_path, monkeypatch):
-    (tmp_path / "in").mkdir()
-    lost = {
-        "noise.bin": (bytes(range(0x80, 0x100)) * 8, "1 bad UTF-8"),
-        "latin-1.txt": ("Zwölf Boxkämpfer".encode("latin-1"), "1 bad UTF-8"),
-        "key.jsonl": (b'{"content": "x"}\n' * 3, "3 missing text"),
-        "cut.jsonl": (b'{"text": "a' * 400, "1 broken JSON"),
-    }
-    for name, (data, _) in lost.items():
-        (tmp_path / "in" / name).write_bytes(data)
-    (tmp_path / "in/sound.txt").write_text("sound")
-    (tmp_path / "in/empty.txt").touch()
-    (tmp_path / "in/blank.jsonl").write_text("\n\n")
-    stdout, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
-    assert f"contain no document: {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
-    for name, (_, reasons) in lost.items():
-        assert f"{tmp_path}/in/{name}: holds no document ({reasons})" in stderr
-    assert stderr.count("failed: ") == len(lost)
-    assert decoded(tmp_path / "out", "a", model) == ["sound"]
-    monkeypatch.setattr(units_module, "MANY", 2)  # in a shard with others too
-    _, stderr = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", code=1)
-    assert f"{tmp_path}/in/latin-1.txt: holds no document (1 bad UTF-8)" in stderr
-    stdout, _ = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", max_bad_fraction=0.5)
-    assert f"contain no document: {tmp_path}/in/empty.txt\n" in stdout
-    assert decoded(tmp_path / "grouped", "a", model) == ["sound"]
-
-
 def test_the_room_that_is_missing_counts_unpacked_bytes(model, tmp_path):
     texts = [f"{number} {' '.join(TEXTS)}" for number in range(400)]
     (tmp_path / "a").mkdir()
@@ -460,61 +263,3 @@ def test_the_room_that_is_missing_counts_unpacked_bytes(model, tmp_path):
         needed = sum(made[unit][kind]["bytes"] for unit in planned if unit is not one for kind in ("bin", "idx")) / 1e6
         told = float(re.search(r"about ([0-9.]+) MB", outlook(planned, {one: made[one]}))[1])
         assert needed > 0.5 and abs(told - needed) < 0.1 * needed
-
-
-def bad_lines(path, good, bad):
-    path.write_bytes(json_lines([str(number) for number in range(good)]) + b'{"text": nothing}\n' * bad)
-    return path
-
-
-def test_a_unit_with_too_many_bad_records_fails_and_shows_them(model, tmp_path):
-    bad_lines(tmp_path / "worse.jsonl", 89, 11)
-    bad_lines(tmp_path / "better.jsonl", 90, 10)
-    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", max_bad_fraction=0.1, code=1)
-    words = "worse.jsonl: 11 of 100 records are bad (11 broken JSON), more than --max-bad-fraction 0.1"
-    assert f"{tmp_path}/{words}" in stderr
-    (shard,) = shards(tmp_path / "out", "a")
-    assert shard.num_documents == 90
-    (rejects,) = (tmp_path / "out/a").glob("worse*")
-    assert len(rejects.read_text().splitlines()) == 11
-    assert str(rejects) in stderr
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", max_bad_fraction=0.11)
-    assert sum(shard.num_documents for shard in shards(tmp_path / "out", "a")) == 179
-    before = files(tmp_path / "out")
-    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", max_bad_fraction=0.1, code=1)
-    assert "11 of 100 records are bad" in stderr
-    assert files(tmp_path / "out") == before
-
-
-def test_how_many_records_may_be_bad_by_default(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "USUAL_NUMBER", 10)
-    tokenizer = Tokenizer(str(model))
-    (tmp_path / "a").mkdir()
-
-    def outcome(good, bad, limit=None):
-        pattern = str(bad_lines(tmp_path / f"{good}-{bad}.jsonl", good, bad))
-        (unit,) = plan_units("", "a", [pattern], text_key="text", unit_size=10**9)
-        try:
-            return tokenize_unit(unit, tokenizer, Options(), str(tmp_path), limit, lambda *_: None)["documents"]
-        except InputError as error:
-            return str(error).split(": ")[1].split(" (")[0]
-
-    assert outcome(1, 9) == 1
-    assert outcome(1, 10) == "10 of 11 records are bad"
-    assert outcome(1, 11) == "11 of 12 records are bad"
-    assert outcome(99 * 11, 11) == 99 * 11
-    assert outcome(99 * 11 - 1, 11) == "11 of 1,099 records are bad"
-    assert outcome(1, 11, limit=1.0) == 1
-    assert outcome(100, 1, limit=0.0) == "1 of 101 records are bad"
-
-
-def test_blank_lines_and_empty_texts_are_not_bad(model, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(json_lines(["a", ""]) + b"\n\n")
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl", max_bad_fraction=0)
-    assert shards(tmp_path / "out", "a")[0].sidecar["dropped"] == {"blank line": 2, "empty text": 1}
-
-
-def test_tokenizing_starts_without_torch():
-    """It would take two seconds, in the program and again in every worker."""
-    code = "import sys, data_prep.tokenize; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
