@@ -1,21 +1,17 @@
 """Which corpus and source a file belongs to: a record of each, in every form in which it is found."""
 
-import errno
-import gzip
 import json
-import os
 import re
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
-from data_prep.corpora import NOT_FOR_TRAINING, OTHER_LANGUAGES
 from data_prep.documents import documents
-from data_prep.inputs import NO_DATA, recognized_sources
+from data_prep.inputs import recognized_sources
 from moh_lm.config import ConfigError
 from moh_lm.data.shards import read_manifest
+from tests.data_prep.corpora import FILES, FINEWEB, META, sources_below, write, write_table
 from tests.tokenizing import ROOT, decoded, shards, tokenize
 
 PILE_SETS = [
@@ -33,89 +29,6 @@ SLIMPAJAMA_SETS = {
     "RedPajamaStackExchange": "slimpajama-stackexchange",
     "RedPajamaWikipedia": "slimpajama-wikipedia",
 }
-ARXIV = {
-    "timestamp": "2019-06-03T02:06:07", "yymm": "1906", "arxiv_id": "1906.00001", "language": "en",
-    "url": "https://arxiv.org/abs/1906.00001", "source": "arxiv",
-}  # fmt: skip
-BOOK = {"short_book_title": "Moby Dick", "publication_date": 1851, "url": "http://www.gutenberg.org/ebooks/2701"}
-C4 = {"timestamp": "2019-04-25T12:57:54Z", "url": "https://example.org/a", "language": "en", "source": "c4"}
-GITHUB = {
-    "content_hash": "4ea8aa", "timestamp": "", "source": "github", "line_count": 61, "max_line_length": 100,
-    "avg_line_length": 23.9, "alnum_prop": 0.7, "repo_name": "owner/name", "id": "f2bc34", "size": "1470",
-    "binary": False, "copies": "1", "ref": "refs/heads/master", "path": "src/a.py", "mode": "33188", "license": "mit",
-    "language": [{"name": "Python", "bytes": "1470"}],
-}  # fmt: skip
-STACKEXCHANGE = {
-    "language": "en", "url": "https://stackoverflow.com/questions/1", "timestamp": "2023-03-29T00:00:00",
-    "source": "stackexchange", "question_score": "756",
-}  # fmt: skip
-WIKIPEDIA = {"title": "Moby Dick", "url": "https://en.wikipedia.org/wiki/1", "language": "en", "timestamp": "20230320"}
-COMMON_CRAWL = {
-    "pred_label": "__label__cc", "pred_label_prob": 0.71, "wiki_prob": 0.29,
-    "source": "cc/2019-30/en_head_0000.json.gz/line401859",
-}  # fmt: skip
-FINEWEB = {
-    "id": "<urn:uuid:0d8a309d>", "dump": "CC-MAIN-2013-20", "url": "https://example.org", "date": "2013-05-18",
-    "file_path": "s3://commoncrawl/a.warc.gz", "language": "en", "language_score": 0.83, "token_count": 717,
-}  # fmt: skip
-DCLM = {
-    "bff_contained_ngram_count_before_dedupe": 2, "language_id_whole_page_fasttext": {"en": 0.9}, "metadata": {},
-    "previous_word_count": 80, "url": "https://example.org", "warcinfo": "robots: classic",
-    "fasttext_openhermes_reddit_eli5_vs_rw_v2_bigram_200_train_prob": 0.03,
-}  # fmt: skip
-META = {  # the seven sets of RedPajama
-    "redpajama-arxiv": ARXIV,
-    "redpajama-books": BOOK,
-    "redpajama-c4": C4,
-    "redpajama-commoncrawl": COMMON_CRAWL,
-    "redpajama-github": GITHUB,
-    "redpajama-stackexchange": STACKEXCHANGE,
-    "redpajama-wikipedia": WIKIPEDIA,
-}
-FILES = {  # file -> (a record but for its text, the source)
-    "arxiv/arxiv_023a-bb.jsonl": ({"meta": ARXIV}, "redpajama-arxiv"),
-    "book/book.jsonl": ({"meta": BOOK}, "redpajama-books"),
-    "c4/c4-train.00000-of-01024.jsonl": ({"meta": C4}, "redpajama-c4"),
-    "common_crawl/2019-30/en_head_0000.json.gz.dedup.classifier.jsonl.zst": (COMMON_CRAWL, "redpajama-commoncrawl"),
-    "github/filtered_08cdfa755e6d4d89b673d5bd1acee5f6.sampled.jsonl": ({"meta": GITHUB}, "redpajama-github"),
-    "stackexchange/stackexchange.jsonl": ({"meta": STACKEXCHANGE}, "redpajama-stackexchange"),
-    "wikipedia/wiki.jsonl": ({"meta": WIKIPEDIA}, "redpajama-wikipedia"),
-    "pile/train/00.jsonl.zst": ({"meta": {"pile_set_name": "Pile-CC"}}, "pile"),
-    "wiki/arxiv.jsonl": ({"meta": {"pile_set_name": "Github"}}, "pile"),
-    "pg19/train.jsonl": (BOOK, "pg19"),
-    "v1_5/c4/c4-0000.json.gz": (
-        {"id": "https://example.org", "source": "c4", "added": "2023-06-01", "created": "2019-04-25", "metadata": {}},
-        "dolma",
-    ),
-    "v1_6/wiki/en_wiki-0000.json.gz": ({"id": 12, "source": "wiki", "added": "", "created": ""}, "dolma"),
-    "v1_6-sample/v1_5r2_sample-0000.json.gz": ({"id": "a", "source": "common-crawl", "metadata": {}}, "dolma"),
-    "v1_7/redpajama-arxiv/arxiv-0000.json.gz": ({"id": "a", "source": "redpajama/arxiv", "version": "1"}, "dolma"),
-    "books/books-0000.json.gz": ({"id": "a", "source": "gutenberg", "metadata": {"title": "b"}}, "dolma"),
-    "en/c4-train.00001-of-01024.json.gz": ({"timestamp": "2019-04-25T12:57:54Z", "url": "https://example.org"}, "c4"),
-    "sample/10BT/000_00000.jsonl": (FINEWEB, "fineweb"),
-    "CC-MAIN-2024-10/000_00000.jsonl": ({**FINEWEB, "score": 3.1, "int_score": 3}, "fineweb-edu"),
-    "global-shard_01_of_10/shard_00000000_processed.jsonl.zst": (DCLM, "dclm"),
-    "dolma-v1_7/part-0.json.gz": ({"id": "without a source"}, "dolma"),
-}
-
-
-def write(path, *records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
-    path.write_bytes(pack(data))
-
-
-def write_table(path, columns):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-
-
-def sources_below(directory, only=(), text_key="text"):
-    """Source -> sorted names of its files."""
-    sources, unreadable, *_ = recognized_sources([str(directory)], text_key, set(), list(only))
-    assert not unreadable
-    return {source: sorted(piece.name for piece in pieces) for source, pieces in sources.items()}
 
 
 def test_a_record_of_every_corpus_and_set_is_recognised(tmp_path):
@@ -168,6 +81,30 @@ def test_a_damaged_beginning_does_not_hide_the_corpus(tmp_path):
     write(tmp_path / "x.jsonl", {"text": "a" * 1_000_000, "meta": {"pile_set_name": "Books3"}})
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "cut\n\n{"id":\n[]\n\xff\n' + (tmp_path / "x.jsonl").read_bytes())
     assert sources_below(tmp_path) == {"pile": ["x.jsonl"]}
+
+
+def test_tables_of_hugging_face_are_recognised_by_their_columns(tmp_path):
+    columns = {"text": ["a"], **{key: [value] for key, value in FINEWEB.items()}}
+    write_table(tmp_path / "a.parquet", columns)
+    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", pyarrow.table(columns).schema) as writer:
+        writer.write_table(pyarrow.table(columns))
+    assert sources_below(tmp_path) == {"fineweb": ["a.parquet", "b.arrow"]}
+
+
+def test_the_text_key_is_asked_of_recognised_files_too(tmp_path):
+    write(tmp_path / "x.jsonl", {"content": "a", "meta": {"pile_set_name": "Github"}})
+    assert sources_below(tmp_path, text_key="content") == {"pile": ["x.jsonl"]}
+    with pytest.raises(ConfigError, match="holds records with content, meta"):
+        sources_below(tmp_path)
+
+
+def test_the_recipe_is_the_mix_of_the_launch_script():
+    lines = (ROOT / "data_prep/recipes/moh.mix").read_text().splitlines()
+    mix = dict(line.split("#")[0].strip().split("=") for line in lines if line.split("#")[0].strip())
+    assert sum(round(100 * float(weight)) for weight in mix.values()) == 100_00
+    launched = (ROOT / "launch/pretrain_llm_b.sh").read_text().split("--data-mix")[1].split(")")[0]
+    assert dict(re.findall(r"^ +([a-z0-9-]+)=([0-9.]+)", launched, re.MULTILINE)) == mix
+    assert set(mix) <= {source for _, source in FILES.values()}
 
 
 # --- Files that mix sets ---
@@ -245,191 +182,3 @@ def test_files_without_a_set_cost_no_document_of_others(model, tmp_path):
         tokenize(model, tmp_path / "out", recognize=tmp_path / chunk)
     assert decoded(tmp_path / "out", "slimpajama-books", model) == ["a book"]
     assert decoded(tmp_path / "out", "slimpajama-c4", model) == ["a page"]
-
-
-# --- What is refused, and what is left out ---
-
-
-def test_unknown_files_are_refused_with_the_flag_to_use(tmp_path):
-    (tmp_path / "README.md").write_text("about")
-    unknown = {
-        "a/custom.jsonl": "holds records with text, label",
-        "attributes/c4-0000.json.gz": "holds records with id, source, attributes",
-        "novel.txt": "holds plain text",
-        "table.parquet": "holds records with label, text",
-        "pile.jsonl.zst.part": "has the name of an unfinished download",
-        "broken.jsonl": "holds no record",
-        "c4/text-only.jsonl": "holds records with text",
-        "meta.jsonl": "holds records with text, meta",
-        "own-id.jsonl": "holds records with text, id, meta",
-        "fineweb-2.jsonl": "holds records with text, dump, url, file_path, language_score, language_script",
-        "c4-with-more.jsonl": "holds records with text, timestamp, url, toxicity",
-    }
-    write(tmp_path / "a/custom.jsonl", {"text": "a", "label": 1})
-    write(tmp_path / "attributes/c4-0000.json.gz", {"id": "1", "source": "c4", "attributes": {}})
-    (tmp_path / "novel.txt").write_text("Call me Ishmael.")
-    write_table(tmp_path / "table.parquet", {"label": [1], "text": ["a"]})
-    write(tmp_path / "pile.jsonl.zst.part", {"text": "a", "meta": {"pile_set_name": "Github"}})
-    (tmp_path / "broken.jsonl").write_text("{{{")
-    write(tmp_path / "c4/text-only.jsonl", {"text": "a"})
-    write(tmp_path / "meta.jsonl", {"text": "a", "meta": {"page": 1}})
-    write(tmp_path / "own-id.jsonl", {"text": "a", "id": "1", "meta": WIKIPEDIA})
-    keys = "dump", "url", "file_path", "language_score", "language_script"
-    write(tmp_path / "fineweb-2.jsonl", {"text": "a", **dict.fromkeys(keys, "x")})
-    write(tmp_path / "c4-with-more.jsonl", {"text": "a", "timestamp": "", "url": "", "toxicity": 0})
-    with pytest.raises(ConfigError) as error:
-        sources_below(tmp_path)
-    head, *listed = error.value.problems
-    assert "11 files belong to no known corpus" in head and "--source NAME=GLOB" in head
-    assert sorted(listed) == sorted(f"{tmp_path}/{name}: {what}" for name, what in unknown.items())
-
-
-def test_an_unknown_file_fails_by_name_and_hides_no_other(model, tmp_path):
-    write(tmp_path / "in/known.jsonl", {"text": "a", "meta": {"pile_set_name": "Github"}})
-    (tmp_path / "in/novel.txt").write_text("Call me Ishmael.")
-    stdout, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", code=1)
-    assert decoded(tmp_path / "out", "pile", model) == ["a"]
-    assert f"failed: {tmp_path}/in/novel.txt: holds plain text" in stderr
-    assert "1 files belong to no known corpus" in stdout and "--source NAME=GLOB" in stdout
-
-
-def test_tables_of_hugging_face_are_recognised_by_their_columns(tmp_path):
-    columns = {"text": ["a"], **{key: [value] for key, value in FINEWEB.items()}}
-    write_table(tmp_path / "a.parquet", columns)
-    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", pyarrow.table(columns).schema) as writer:
-        writer.write_table(pyarrow.table(columns))
-    assert sources_below(tmp_path) == {"fineweb": ["a.parquet", "b.arrow"]}
-
-
-def test_a_long_list_of_unknown_files_is_shortened(tmp_path):
-    for number in range(30):
-        (tmp_path / f"{number}.txt").write_text("text")
-    with pytest.raises(ConfigError) as error:
-        sources_below(tmp_path)
-    assert len(error.value.problems) == 1 + 20 + 1
-    assert error.value.problems[-1] == "and 10 more"
-
-
-def test_named_sources_go_before_recognition_and_stand_beside_it(model, tmp_path):
-    write(tmp_path / "in/x.jsonl", {"text": "named", "meta": {"pile_set_name": "Github"}})
-    write(tmp_path / "in/y.jsonl", {"text": "recognised", "meta": {"pile_set_name": "Github"}})
-    (tmp_path / "in/z.txt").write_text("plain")
-    sources = (f"mine={tmp_path}/in/x.jsonl", f"text={tmp_path}/in/*.txt")
-    tokenize(model, tmp_path / "out", *sources, recognize=tmp_path / "in")
-    found = {source: decoded(tmp_path / "out", source, model) for source in read_manifest(tmp_path / "out")["sources"]}
-    assert found == {"mine": ["named"], "text": ["plain"], "pile": ["recognised"]}
-
-
-def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path):
-    write(tmp_path / "in/x.jsonl", {"text": "a", "meta": {"pile_set_name": "Github"}})
-    left_out = ["README.md", "LICENSE", "urls.txt", "urls/arxiv.txt", "SHA256SUMS.txt", "._x.jsonl", "loader.py"]
-    left_out += [".cache/huggingface/y", "dataset_infos.json"]
-    for name in left_out:
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).write_text("no data")
-    (tmp_path / "in/empty.jsonl").touch()
-    stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
-    why = "left out because they are not data"
-    assert f"{why}: 10 files, such as {tmp_path}/in/._x.jsonl; {tmp_path}/out/left_out" in stdout
-    expected = [f"{why}: {tmp_path}/in/{name}" for name in sorted([*left_out, "empty.jsonl"])]
-    assert (tmp_path / "out/left_out.txt").read_text().splitlines() == expected
-    assert decoded(tmp_path / "out", "pile", model) == ["a"]
-    (tmp_path / "in/x.jsonl").unlink()
-    _, stderr = tokenize(model, tmp_path / "none", recognize=tmp_path / "in", code=2)
-    assert f"--recognize {tmp_path}/in: holds no file with data" in stderr and not (tmp_path / "none").exists()
-
-
-def test_what_is_not_for_training_is_left_out_aloud(model, tmp_path):
-    c4, pile = {"text": "a", "timestamp": "", "url": ""}, {"meta": {"pile_set_name": "Github"}}
-    for name in ("train/00.jsonl", "latest.jsonl", "val.jsonl", "TEST/00.jsonl"):
-        write(tmp_path / "test/pile" / name, {"text": name, **pile})
-    for name in ("en/c4-train.0.json", "en/c4-validation.0.json", "multilingual/c4-de.0.json"):
-        write(tmp_path / "test/c4" / name, c4)
-    stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "test")
-    assert sorted(decoded(tmp_path / "out", "pile", model)) == ["latest.jsonl", "train/00.jsonl"]
-    assert decoded(tmp_path / "out", "c4", model) == ["a"]
-    held_out = ", ".join(f"{tmp_path}/test/{name}" for name in ("c4/en/c4-validation.0.json", "pile/TEST/00.jsonl"))
-    assert f"{NOT_FOR_TRAINING}: {held_out}, {tmp_path}/test/pile/val.jsonl\n" in stdout
-    assert f"{OTHER_LANGUAGES}: {tmp_path}/test/c4/multilingual/c4-de.0.json\n" in stdout
-    write(tmp_path / "test/c4/en.noclean/c4-train.0.json", c4)
-    with pytest.raises(ConfigError, match=r"holds en and en\.noclean of C4, .* move all but one away"):
-        sources_below(tmp_path / "test")
-    assert sources_below(tmp_path / "test", only=["pile"]).keys() == {"pile"}
-
-
-def test_data_that_are_called_state_or_licence_are_data():
-    for name in ("a/state/data.jsonl", "license.jsonl", "readme/x.parquet", "state.jsonl.gz"):
-        assert not NO_DATA.search(name)
-    for name in ("README", "a/readme.md", "LICENSE.txt", "state.json", ".cache/x.jsonl", "urls/x.txt"):
-        assert NO_DATA.search(name)
-
-
-def test_only_chooses_among_what_is_found_and_says_what_is_not(model, tmp_path, capsys):
-    for set_name, meta in META.items():
-        write(tmp_path / "in" / f"{set_name}.jsonl", {"text": set_name, "meta": meta})
-    tokenize(model, tmp_path / "out", recognize=tmp_path / "in", only=["redpajama-c4", "redpajama-books"])
-    assert sorted(read_manifest(tmp_path / "out")["sources"]) == ["redpajama-books", "redpajama-c4"]
-    _, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", only=["redpajama-c5"], code=2)
-    assert "--only redpajama-c5: not found" in stderr and "redpajama-c4" in stderr
-
-
-def test_a_damaged_file_among_recognised_ones_fails_alone(model, tmp_path):
-    write(tmp_path / "in/x.jsonl", {"text": "sound", "meta": {"pile_set_name": "Github"}})
-    (tmp_path / "in/page.json.gz").write_text("<html>502 Bad Gateway</html>")
-    _, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", code=1)
-    assert f"failed: {tmp_path}/in/page.json.gz: an error page" in stderr
-    assert decoded(tmp_path / "out", "pile", model) == ["sound"]
-
-
-def test_the_text_key_is_asked_of_recognised_files_too(tmp_path):
-    write(tmp_path / "x.jsonl", {"content": "a", "meta": {"pile_set_name": "Github"}})
-    assert sources_below(tmp_path, text_key="content") == {"pile": ["x.jsonl"]}
-    with pytest.raises(ConfigError, match="holds records with content, meta"):
-        sources_below(tmp_path)
-
-
-# --- The mix ---
-
-
-def test_the_recipe_is_the_mix_of_the_launch_script():
-    lines = (ROOT / "data_prep/recipes/moh.mix").read_text().splitlines()
-    mix = dict(line.split("#")[0].strip().split("=") for line in lines if line.split("#")[0].strip())
-    assert sum(round(100 * float(weight)) for weight in mix.values()) == 100_00
-    launched = (ROOT / "launch/pretrain_llm_b.sh").read_text().split("--data-mix")[1].split(")")[0]
-    assert dict(re.findall(r"^ +([a-z0-9-]+)=([0-9.]+)", launched, re.MULTILINE)) == mix
-    assert set(mix) <= {source for _, source in FILES.values()}
-
-
-def test_a_value_that_python_cannot_hold_fails_the_file(tmp_path):
-    far = pyarrow.array([300_000_000_000], pyarrow.timestamp("s"))  # the year 11476
-    table = pyarrow.table({"id": ["1"], "text": ["a"], "source": ["common-crawl"], "created": far})
-    (tmp_path / "dolma").mkdir()
-    pyarrow.parquet.write_table(table, tmp_path / "dolma/x.parquet")
-    found, unreadable, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
-    assert not found and len(unreadable) == 1 and "dolma/x.parquet: " in unreadable[0]
-
-    name = b'{"redpajama_set_name": "RedPajamaC4"}'
-    data = pyarrow.array([name, name.replace(b"C4", b"\xff\xfe")], pyarrow.binary()).buffers()
-    table = pyarrow.table({"text": ["a", "b"], "meta": pyarrow.Array.from_buffers(pyarrow.string(), 2, data)})
-    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    (tmp_path / "dolma/x.parquet").unlink()
-    found, _, *_ = recognized_sources([str(tmp_path)], "text", set(), ["slimpajama-c4"])
-    (piece,) = found["slimpajama-c4"]
-    assert [(document.text, document.dropped) for document in documents(piece, "text")] == [
-        ("a", None), (None, "bad UTF-8"),
-    ]
-
-
-def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    for name in ("dolma", "other"):
-        (tmp_path / name).mkdir()
-    scandir = os.scandir
-
-    def closed(path):  # in place of chmod, which does not stop root
-        if path == str(tmp_path / "dolma"):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(ConfigError, match="dolma: cannot be read .permission denied.; make it readable"):
-        recognized_sources([str(tmp_path)], "text", set(), [])
