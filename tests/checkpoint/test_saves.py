@@ -1,10 +1,8 @@
-"""Checkpoints on the disk: reading any part of any layout, which of them are kept, and saves that fail."""
+"""Saves: a failed one leaves the checkpoints before it, and one in the background has the values of its step."""
 
 import errno
-import json
 import math
 import os
-import random
 import resource
 import signal
 from itertools import pairwise
@@ -14,193 +12,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moh_lm.checkpoint import fragments, manifest, saver, writing
-from moh_lm.checkpoint.directory import list_steps, outdated, remove_leftovers
-from moh_lm.checkpoint.fragments import Fragment, FragmentReader, write_safetensors
-from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify
+from moh_lm.checkpoint import manifest, saver, writing
+from moh_lm.checkpoint.directory import list_steps
+from moh_lm.checkpoint.fragments import Fragment, FragmentReader
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, verify
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config
 from moh_lm.monitor.report.series import RunRecord
-from moh_lm.parallel.layers import Partition, make_parameter
+from moh_lm.parallel.layers import make_parameter
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
-
-# --- Reading parts ---
-
-
-def test_the_files_are_those_of_the_safetensors_library(tmp_path):
-    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(4, 4).t()}
-    entry = write_safetensors(tmp_path / "x", tensors, {"key": "value"})
-    assert entry == describe(tmp_path / "x")
-    loaded = load_file(tmp_path / "x")
-    assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-
-
-def cut(generator, whole, dim, ranks):
-    """``ranks`` partitions of ``dim``: slices dealt in random pieces, and padding where a rank has fewer."""
-    if ranks == 1:
-        return [None]
-    size = whole[dim]
-    marks = sorted({0, size, *(generator.randrange(1, size) for _ in range(2 * ranks))})
-    runs = list(zip(marks, marks[1:], strict=False))
-    shares = [tuple(runs[rank::ranks]) for rank in range(ranks)]
-    longest = max(sum(stop - start for start, stop in share) for share in shares)
-    return [
-        Partition(dim, size, share, longest - sum(stop - start for start, stop in share)) for share in shares
-    ]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_any_range_of_any_shard_is_read_from_any_other_cut(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
-    generator = random.Random(seed)
-    whole = tuple(generator.randrange(5, 12) for _ in range(generator.randrange(1, 3)))
-    values = torch.arange(1.0, 1 + math.prod(whole)).view(whole)
-    dim = generator.randrange(len(whole))
-    for rank, partition in enumerate(cut(generator, whole, dim, generator.choice([1, 2, 3]))):
-        local = (values if partition is None else partition.take(values)).flatten()
-        middle = generator.randrange(len(local) + 1)  # two data-parallel ranks, one of which may own nothing
-        for half, (start, stop) in enumerate(((0, middle), (middle, len(local)))):
-            if start < stop:
-                write_rank(tmp_path / f"rank-{2 * rank + half}.safetensors", whole, partition, start, local[start:stop])
-    reader = FragmentReader(tmp_path)
-    assert torch.equal(reader.read("master", "w"), values)
-    for partition in cut(generator, whole, generator.randrange(len(whole)), generator.choice([1, 2, 4])):
-        local = (values if partition is None else partition.take(values)).flatten()
-        for _ in range(20):
-            start, stop = sorted(generator.sample(range(len(local) + 1), 2))
-            assert torch.equal(reader.read("master", "w", partition, start, stop - start), local[start:stop])
-
-
-def test_a_rank_reads_no_more_than_its_columns(tmp_path, monkeypatch):
-    """In the layout that wrote them; with 8 ranks, a resume would else read such a matrix 8 times."""
-    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
-    values, read, found = torch.arange(64.0).view(4, 16), [], fragments.read_rows
-    cuts = [Partition(1, 16, ((first, first + 4),)) for first in range(0, 16, 4)]
-    for rank, partition in enumerate(cuts):
-        write_rank(tmp_path / f"rank-{rank}.safetensors", (4, 16), partition, 0, partition.take(values).flatten())
-    monkeypatch.setattr(fragments, "read_rows", lambda *given: read.append(given[3] * given[4]) or found(*given))
-    for partition in cuts:
-        assert torch.equal(FragmentReader(tmp_path).read("master", "w", partition), partition.take(values).flatten())
-    assert sum(read) == values.numel()
-
-
-def write_rank(path, whole, partition, start, values):
-    parameter = make_parameter(whole, partition=partition)
-    fragment = Fragment("w", parameter, start, False, {"master": values})
-    addresses = json.dumps({"w": fragments.address_of(fragment)})
-    write_safetensors(path, {"master/w": values.clone()}, {"fragments": addresses})
-
-
-def test_elements_that_no_file_holds_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
-    write_rank(tmp_path / "rank-0.safetensors", (4, 3), None, 0, torch.zeros(7))
-    write_rank(tmp_path / "rank-1.safetensors", (4, 3), None, 8, torch.zeros(4))
-    reader = FragmentReader(tmp_path)
-    assert reader.read("master", "w", None, 3, 3).shape == (3,)
-    with pytest.raises(ValueError, match="element 7 of a shard occurs in no file"):
-        reader.read("master", "w")
-    with pytest.raises(ValueError, match="in none of the files"):
-        reader.read("master", "v")
-    (tmp_path / "rank-2.safetensors").write_bytes(b"not a tensor file")
-    with pytest.raises(ValueError, match="rank-2.safetensors: not a rank file"):
-        FragmentReader(tmp_path)
-
-
-# --- Retention ---
-
-
-def test_retention_keeps_the_newest_verified_steps():
-    generator = random.Random(0)
-    for _ in range(1000):
-        steps = sorted(generator.sample(range(1, 30), generator.randrange(9)), reverse=True)
-        verified = set(generator.sample(steps, generator.randrange(len(steps) + 1)))
-        keep_last, keep_every = generator.randrange(4), generator.choice([0, 0, 5])
-        gone = outdated(steps, verified, keep_last, keep_every)
-        left = [step for step in steps if step not in gone]
-        good = sorted(verified, reverse=True)
-        assert set(good[:keep_last]) <= set(left)
-        assert not verified or good[0] in left
-        assert all(step % 5 for step in gone) or not keep_every
-        assert not gone or keep_last
-        if keep_last and len(good) >= keep_last:  # nothing else is left that is older
-            assert all(step >= good[keep_last - 1] or (keep_every and step % keep_every == 0) for step in left)
-        else:
-            assert not gone
-
-
-@pytest.mark.parametrize("background", ["true", "false"])
-def test_a_run_keeps_the_checkpoints_that_its_flags_say(data_dir, tmp_path, background):
-    more = ("--save-interval", "1", "--keep-last", "2", "--keep-every", "3", "--async-save", background)
-    run_ranks(run, 2, arguments(data_dir, tmp_path, *more))
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"latest", "step-3", "step-6", "step-7"}
-    assert all(verify(step) == [] for step in list_steps(tmp_path / "checkpoints"))
-
-
-def save_in_starts(directory, steps):
-    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
-    for step in steps:
-        writer = Saver(directory, keep_last=3, verified=[step - 1])
-        writer.save(step, [fragment], Config(), {}, None)
-        writer.close()
-
-
-def test_steps_of_earlier_starts_count_if_they_are_whole(tmp_path):
-    """Starts that save once each, as jobs that end early: else all steps would stay."""
-    run_ranks(save_in_starts, 1, tmp_path, range(1, 6))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3", "step-4", "step-5"]
-    (tmp_path / "step-4" / "state.json").write_text("")
-    run_ranks(save_in_starts, 1, tmp_path, [6])
-    assert [step.name for step in list_steps(tmp_path)] == ["step-6", "step-5", "step-4", "step-3"]
-    run_ranks(save_in_starts, 1, tmp_path, [7])
-    assert [step.name for step in list_steps(tmp_path)] == ["step-7", "step-6", "step-5"]
-
-
-def save_beside_a_link(directory, elsewhere):
-    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
-    writer = Saver(directory, keep_last=1)
-    writer.save(1, [fragment], Config(), {}, None)
-    (directory / "step-1").rename(elsewhere)
-    (directory / "step-1").symlink_to(elsewhere)
-    for step in (2, 3, 4):
-        writer.save(step, [fragment], Config(), {}, None)
-    writer.close()
-
-
-def test_removing_a_link_keeps_the_step_that_it_points_to(tmp_path):
-    """Under its own name, and as the leftover of a removal that was cut short."""
-    steps, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-    steps.mkdir()
-    run_ranks(save_beside_a_link, 1, steps, elsewhere)
-    assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4"]
-    (steps / "step-3.old.tmp").symlink_to(elsewhere)
-    (steps / "step-5.tmp").symlink_to(tmp_path / "nowhere")
-    (steps / "step-notes.tmp").write_text("of somebody else")
-    remove_leftovers(steps)
-    assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4", "step-notes.tmp"]
-    assert verify(elsewhere) == []
-
-
-# --- Saves ---
-
-
-def save_over_another(directory):
-    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
-    (directory / "step-1").mkdir()
-    (directory / "step-1" / "notes").write_text("of somebody else")
-    writer = Saver(directory, keep_last=1)
-    writer.save(1, [fragment], Config(), {}, None)
-    writer.close()
-
-
-def test_a_save_keeps_what_has_its_name(tmp_path):
-    run_ranks(save_over_another, 1, tmp_path)
-    assert verify(tmp_path / "step-1") == [] and (tmp_path / "damaged-step-1" / "notes").exists()
 
 
 def save_with_a_limit(flags, limit, guilty, steps):
