@@ -1,10 +1,8 @@
-"""The atlas: its forms, its plan, and the runs that it starts."""
+"""The atlas: its forms, the order of its runs, and which flags and directories it refuses."""
 
 import json
 import math
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,27 +15,10 @@ from studies import atlas as command
 from studies import comparison, runs, times, tuning
 from studies.atlas_forms import SIZES, VARIANTS
 from studies.recorded import recorded
+from tests.studies.planned import make, write_rows
 from tests.studies.written_runs import begin
 
-START = {"a": 4.0}
-
-
-def make(out, *more):
-    """The plan of an atlas that knows the speed of each size."""
-    plan = comparison.Comparison(command.parse_arguments([str(out), "--data-dir", str(out / "data"), *more]))
-    for size, speed in zip(plan.table.sizes, (1000, 500, 250), strict=True):
-        write_rows(times.short_run(plan, size, VARIANTS[0], 1).directory, *rows_of_steps(speed))
-    return plan
-
-
-def rows_of_steps(speed):
-    """The rows of a short run: slow at first, then of this speed."""
-    return [{"step": step, "tokens_per_second": 1 if step < 20 else speed} for step in range(4, 44, 4)]
-
-
-def write_rows(directory, *rows):
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+# --- The plan ---
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
@@ -142,161 +123,29 @@ def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, caps
     assert "planned: 7 runs" in said and "complete already: 1 runs" in said
 
 
-@pytest.mark.parametrize(
-    "given, sizes",
-    [
-        ("--ranks 2 --tensor-parallel-size 2 --schedule wsd --decay-iters 100 --warmup-iters 50 --sizes s", "s"),
-        ("--micro-batch-size 16 --rates 0.5 --sizes m l", "ml"),  # s has half as many sequences in a batch
-        ("--sizes l", "sl"),  # rates are tuned at s
-    ],
-)
-def test_first_steps_have_the_layout_of_the_runs_and_a_schedule(given, sizes, tmp_path, monkeypatch):
-    flags = [str(tmp_path), "--data-dir", "data", "--variants", "dense", *given.split()]
-    plan, started = comparison.Comparison(command.parse_arguments(flags)), []
-
-    def trained(next_run, jobs, ranks=1):
-        while run := next_run(set(), {}):
-            started.append(run.name.split("/")[2:])
-            assert config_problems(parse_config(run.arguments)[0], ranks) == []
-        return {}
-
-    monkeypatch.setattr(times, "train_all", trained)
-    times.measure(plan, plan.trained, VARIANTS[:1], 1)
-    assert started == [[size, "dense", "round-1"] for size in sizes] and not plan.refused
+def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
+    plans = make(tmp_path), make(tmp_path, "--tokens-per-parameter", "0.5")
+    for size, own in zip(SIZES, (3, 4.7, 6), strict=True):
+        iterations = [plan.iterations(of, VARIANTS[0]) for plan in plans for of in plan.sizes if of.name == size.name]
+        assert iterations[0] / iterations[1] == pytest.approx(own / 0.5, rel=0.01)
 
 
-def test_a_variant_is_timed_in_turns_with_the_dense_model(tmp_path, monkeypatch):
-    """Rounds that an estimate or another command left are none of its own."""
-    flags = [str(tmp_path), "--data-dir", "data", "--sizes", "s", "--rates", "1", "--variants", "dense", "gated-50"]
-    plan, started = comparison.Comparison(command.parse_arguments(flags)), []
-
-    def trained(next_run, jobs, ranks):
-        while run := next_run(set(), {}):
-            started.append("/".join(run.name.split("/")[-2:]))
-            write_rows(run.directory, *rows_of_steps(100))
-        return {}
-
-    monkeypatch.setattr(times, "train_all", trained)
-    dense, gated = plan.variants
-    for variants, rounds, expected in (
-        ([dense], 1, ["dense/round-1"]),
-        ([gated], 2, ["dense/round-2", "gated-50/round-2", "dense/round-3", "gated-50/round-3"]),
-        ([dense, gated], 2, []),
-        ([dense], 3, []),
-        ([dense, gated], 3, ["dense/round-4", "gated-50/round-4"]),
-    ):
-        times.measure(plan, plan.trained, variants, rounds)
-        assert started == expected
-        started.clear()
-    assert {name: len(of) for of in times.read_times(tmp_path, "s", "dense").values() for name, of in of.items()} == {
-        "dense": 4, "gated-50": 3
-    }  # fmt: skip
+def test_a_small_factor_is_read_from_its_directory(tmp_path):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "0.00002", "0.00004")
+    while run := plan.next_run(set(), {}):
+        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
+        if "seed-1" in run.name:
+            break
+    assert plan.tuning_losses(VARIANTS[0]).keys() >= {0.00002, 0.00004}
 
 
-def test_odd_rounds_and_rows_end_no_table_of_times(tmp_path):
-    plan = make(tmp_path, "--sizes", "s")
-    place = times.short_run(plan, plan.sizes[0], VARIANTS[0], 1).directory
-    odd = [0, None, "fast", True, math.nan]
-    rows = rows_of_steps(500)
-    for row, speed in zip(rows[4:], odd, strict=False):  # one interval is left
-        row["tokens_per_second"] = speed
-    write_rows(place.parents[1] / "gated-50/round-1", *rows)
-    write_rows(place.parents[1] / "static-50/round-1", *rows[:-1], rows[-1] | {"tokens_per_second": 0})
-    for name in ("round-1 (copy)", "round-", "round-x", "round-0"):
-        write_rows(place.with_name(name), *rows_of_steps(7))
-    place.with_name("round-9").write_text("a file")
-    (found,) = times.read_times(tmp_path, "s", "dense").values()
-    assert found == {"dense": [1.0], "gated-50": [2.0]}
-    assert times.numbers_of_rounds(plan, plan.sizes[0]) == [1]
+# --- What is refused ---
 
 
 def test_flags_that_the_tuned_size_does_not_allow_are_refused(tmp_path):
     flags = "--data-dir data --variants dense --sizes l --micro-batch-size 16"
     plan = comparison.Comparison(command.parse_arguments([str(tmp_path), *flags.split()]))
     assert "--batch-tokens 2048" in plan.refused["dense"]
-
-
-def test_speeds_are_measured_as_the_runs_are_trained(tmp_path, monkeypatch):
-    program = tmp_path / "program"
-    rows = "\n".join(map(json.dumps, rows_of_steps(9)))
-    text = 'for last; do :; done; mkdir -p "$last"; echo "$OMP_NUM_THREADS" >> "$0.threads"\n'
-    program.write_text(f"#!/bin/sh\n{text}echo '{rows}' > \"$last/metrics.jsonl\"\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(runs.sys, "executable", str(program))
-    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    given, used = [str(tmp_path / "out"), "--data-dir", "data", "--variants", "dense", "--sizes", "s"], []
-    for flags, threads in (
-        ("--jobs 2", ["1"]), ("--jobs 2", []), ("--jobs 2 --micro-batch-size 4", ["1"]),
-        ("--micro-batch-size 4", [""]), ("--micro-batch-size 4 --ranks 2", [""]),
-    ):  # fmt: skip
-        plan = comparison.Comparison(command.parse_arguments([*given, *flags.split()]))
-        times.measure(plan, plan.trained, VARIANTS[:1], 1)
-        used += threads
-        assert Path(f"{program}.threads").read_text().splitlines() == used
-    assert plan.speed(plan.sizes[0]) == pytest.approx(9)
-
-
-def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypatch):
-    coming = iter([runs.Run("one", tmp_path / "one", 1, [])])
-    left = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)
-    monkeypatch.setattr(runs, "start", lambda run, ranks, share: subprocess.Popen(["sleep", "0.2"]))
-    assert runs.train_all(lambda busy, codes: next(coming, None), 1) == {tmp_path / "one": 0}
-    left.returncode = 0  # it was collected above
-
-
-@pytest.mark.parametrize("last, code", [("failed", 70), ("stopped", 75), ("resumed", 1), (None, 1)])
-def test_the_last_event_tells_how_a_run_of_several_ranks_ended(last, code, tmp_path, monkeypatch):
-    path = tmp_path / "one" / "events.jsonl"
-    path.parent.mkdir()
-    path.write_text('{"step": 1, "event": "stopped"}\n')  # of an earlier start
-    line = json.dumps({"step": 2, "event": last}) if last else ""
-    monkeypatch.setattr(
-        runs, "start", lambda *_: subprocess.Popen(["sh", "-c", 'echo "$1" >> "$2"; exit 1', "sh", line, path])
-    )
-    for ranks, expected in ((2, code), (1, 1)):
-        coming = iter([runs.Run("one", path.parent, 1, [])])
-        codes = runs.train_all(lambda busy, codes, coming=coming: next(coming, None), 1, ranks)
-        assert codes == {path.parent: expected}
-
-
-def test_runs_at_the_same_time_have_gpus_of_their_own(tmp_path, monkeypatch):
-    shows = tmp_path / "shows"
-    shows.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" >> "$0.all"\nsleep 0.5\n')
-    shows.chmod(0o755)
-    monkeypatch.setattr(runs.sys, "executable", str(shows))
-    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 5)
-    for visible, names in ((None, ["0,1", "2,3"]), ("7,6,5,MIG-a,1", ["7,6", "5,MIG-a"])):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        flags = command.parse_arguments([str(tmp_path), "--data-dir", "data", "--ranks", "2"])
-        assert runs.jobs_of(flags) == 2
-        coming = [runs.Run(name, tmp_path / name, 1, []) for name in "abcd"]
-        left = iter(coming)
-        runs.train_all(lambda busy, codes, left=left: next(left, None), runs.jobs_of(flags), ranks=2)
-        used = Path(f"{shows}.all").read_text().split()
-        assert sorted(used[:2]) == sorted(used[2:]) == sorted(names)
-        Path(f"{shows}.all").unlink()
-    of_three = [share["CUDA_VISIBLE_DEVICES"] for share in runs.shares(3, ranks=2)]
-    assert of_three == ["7,6", "5,MIG-a", "7,6"] and runs.shares(1, ranks=2) == [{}]
-
-
-def test_runs_at_the_same_time_on_a_cpu_have_a_thread_each(monkeypatch):
-    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
-    for given, threads in ((None, "1"), ("3", "3")):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        if given:
-            monkeypatch.setenv("OMP_NUM_THREADS", given)
-        assert runs.shares(2, ranks=1) == [{"OMP_NUM_THREADS": threads}] * 2 and runs.shares(1, ranks=1) == [{}]
-
-
-def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
-    plans = make(tmp_path), make(tmp_path, "--tokens-per-parameter", "0.5")
-    for size, own in zip(SIZES, (3, 4.7, 6), strict=True):
-        iterations = [plan.iterations(of, VARIANTS[0]) for plan in plans for of in plan.sizes if of.name == size.name]
-        assert iterations[0] / iterations[1] == pytest.approx(own / 0.5, rel=0.01)
 
 
 DENSE = ("--variants", "dense", "--rates", "1")
@@ -361,15 +210,6 @@ def test_a_run_goes_on_whatever_it_wrote_after_its_flags(tmp_path):
     run = runs.Run("one", tmp_path / "one", 1, own)
     begin(run, b"half a letter: \xc3")
     runs.check_flags([run], tmp_path)
-
-
-def test_a_small_factor_is_read_from_its_directory(tmp_path):
-    plan = make(tmp_path, "--variants", "dense", "--rates", "0.00002", "0.00004")
-    while run := plan.next_run(set(), {}):
-        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
-        if "seed-1" in run.name:
-            break
-    assert plan.tuning_losses(VARIANTS[0]).keys() >= {0.00002, 0.00004}
 
 
 @pytest.mark.parametrize("sizes", ["s", "m"])
