@@ -23,8 +23,8 @@ from moh_lm.monitor.head_load import head_figures
 from moh_lm.monitor.head_map import head_map
 from moh_lm.training.step_sums import RouterSums
 from tests.distributed import run_ranks
+from tests.monitor.intervals import interval
 from tests.monitor.logged import ROUNDING, cells, events_of
-from tests.monitor.test_alarms import interval
 from tests.tools.exporting import PAPER, write_checkpoint
 from tests.training.runs import arguments, distance, left_after, parameters, rows, run, state
 from tools import export_hf, import_hf
