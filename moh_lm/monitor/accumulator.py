@@ -56,10 +56,14 @@ class MetricsAccumulator:
         for name in not_finite:
             self.not_finite[name] = self.not_finite.get(name, 0) + 1
         for part, seconds in {"data": data_seconds, **result.seconds}.items():
-            self.seconds[part] += seconds
+            self.spend(part, seconds)
         self.own_seconds += data_seconds + forward_seconds
         self.timed_steps += 1
         self.timed_tokens += tokens
+
+    def spend(self, part, seconds):
+        """Add to the time of one of the ``PARTS``."""
+        self.seconds[part] += seconds
 
     def began(self, step, config):
         """Return the number of iterations before the interval that ends after ``step``, if ``config`` is the run's."""

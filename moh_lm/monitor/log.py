@@ -100,6 +100,10 @@ class RunLog:
         text = wrapped(begin + text, len(begin), break_words)
         print(styled(text, style) if style else text, flush=True)
 
+    def restart_clock(self):
+        """Count the time left from here on, because it is that of steps only."""
+        self.started = time.perf_counter()
+
     def progress(self, step):
         """Show on a quiet terminal how far the run has come."""
         left = time_left(self.seconds_left(step))

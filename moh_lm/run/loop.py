@@ -134,7 +134,7 @@ class Run:
         if step == 0 or (due(step, run.eval_interval) and on_rank_zero(lambda: not self.log.is_evaluated)):
             self.evaluate()
             if self.log:
-                self.log.started = time.perf_counter()  # the time left counts steps only
+                self.log.restart_clock()
 
     def saved(self, step, path, facts):
         """Record that a checkpoint is complete. Rank 0 only."""
@@ -164,7 +164,7 @@ class Run:
         elif not writing:
             self.saver.collect()
         self.after_save.poll()
-        self.accumulator.seconds["save"] += time.perf_counter() - started
+        self.accumulator.spend("save", time.perf_counter() - started)
         if self.log:
             self.log.progress(step)
 
@@ -214,7 +214,7 @@ class Run:
             self.alarms.forget(THROUGHPUT)  # nor is the speed of layers that route
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
             self.event_log.add("dense warm-up over", state.step, text)
-        state.step += 1
+        state.advance()
         bad_sources = []
         try:
             check_replicas = due(state.step, config.reliability.replica_check_interval)
@@ -251,7 +251,7 @@ class Run:
             for line in self.announcer.lines(found):
                 self.log.alarm(step, line)
         accumulator.clear()
-        accumulator.seconds["log"] = time.perf_counter() - started  # of the next interval, whose steps wait for it
+        accumulator.spend("log", time.perf_counter() - started)  # of the next interval, whose steps wait for it
 
     def evaluate(self):
         self.evaluation(self.state.step)

@@ -43,7 +43,7 @@ def step_with(flags, at_evaluation, monkeypatch):
     run.evaluate, run.save = partial(done.append, "evaluate"), partial(done.append, "save")
     run.saver = SimpleNamespace(collect=partial(done.append, "collect"))
     run.after_save = SimpleNamespace(poll=lambda: None)
-    run.accumulator, run.flags, run.device = SimpleNamespace(seconds={"save": 0}), lambda: None, None
+    run.accumulator, run.flags, run.device = SimpleNamespace(spend=lambda part, seconds: None), lambda: None, None
     monkeypatch.setattr(loop, "set_on_any_rank", lambda *_: (at_evaluation, False))
     run.step()
     return done
