@@ -7,7 +7,7 @@ import torch
 
 from moh_lm.build import build_model
 from moh_lm.cost.devices import known_device
-from moh_lm.cost.layers import head_products, is_copied, layer_products
+from moh_lm.cost.layers import is_copied, layer_products, output_head_products
 from moh_lm.model.matrices import NEWTON_SCHULZ_STEPS, blocks_of, is_block_matrix
 
 BACKWARD = 2  # a backward pass multiplies every matrix twice
@@ -24,7 +24,7 @@ def flops_per_token(model, seq_length, measured=None):
     measured = measured or {}
     layers = [layer_products(model, layer, seq_length, measured.get(layer)) for layer in range(model.num_layers)]
     return {
-        kind: (1 + BACKWARD) * 2 * (head_products(model) + sum(layer[kind] for layer in layers))
+        kind: (1 + BACKWARD) * 2 * (output_head_products(model) + sum(layer[kind] for layer in layers))
         for kind in ("dense", "active")
     }
 

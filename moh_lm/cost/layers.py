@@ -13,7 +13,7 @@ def layer_products(config, layer_index, seq_length, active_heads=None):
     return {kind: value + mlp for kind, value in attention.items()}
 
 
-def head_products(config):
+def output_head_products(config):
     """Return a token's multiplications in the output head."""
     return config.hidden_size * config.vocab_size
 
@@ -35,7 +35,7 @@ def pipeline_costs(config, seq_length):
     """Return the multiplications per token, with all heads, of each layer of a pipeline; see ``CausalLM.in_order``."""
     blocks = [round(layer_products(config, layer, seq_length)["dense"]) for layer in range(config.num_layers)]
     first = [0] * (1 + ("learned" in config.position))
-    return [*first, *blocks, 0, head_products(config)]
+    return [*first, *blocks, 0, output_head_products(config)]
 
 
 def stage_bounds(costs, num_stages):
