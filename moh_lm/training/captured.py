@@ -79,7 +79,7 @@ class CapturedMicroBatch:
         self.graph, self.outputs = capture_on_gpu(self.compute, pool=self.pool)
         tokens.copy_(others)
         self.graph.replay()
-        self.differences = loss, gradient = differences(self.outputs, exact)
+        self.differences = loss, gradient = largest_distances(self.outputs, exact)
         problems = []
         if not (loss <= TOLERANCE and gradient <= rounding(self.weights[0].dtype)):
             what = "a captured micro-batch differs from one without a graph"
@@ -120,7 +120,7 @@ class Replay(torch.autograd.Function):
         return None, *outputs.gradients  # autograd copies tensors that others hold
 
 
-def differences(found, exact):
+def largest_distances(found, exact):
     """Return the ``distance`` of the mean losses, and the largest of any gradient."""
     pairs = zip(found.gradients, exact.gradients, strict=True)
     return distance(found.mean, exact.mean), max(distance(*pair) for pair in pairs if pair[1] is not None)
