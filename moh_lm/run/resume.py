@@ -67,12 +67,8 @@ def resume(task, state, event_log, progress):
     step = sound_step(directory / "checkpoints", event_log, progress)
     if step is None:
         return
-    saved = all_ranks_or_raise(lambda: read_state(step))
-    was = all_ranks_or_raise(lambda: type(config).load(step / "config.json"))
-    all_ranks_or_raise(lambda: refuse_state(step, saved, was.model))
-    before, now = was.to_dict(), config.to_dict()
-    before |= {name: now[name] for name in config.moving}  # the initial values; state.json has the current ones
-    all_ranks_or_raise(lambda: refuse_changes(task, step, saved, before, config, state.dataset))
+    saved, was, before = all_ranks_or_raise(lambda: checked_state(task, step, config, state.dataset))
+    now = config.to_dict()
     chunk = config.run.micro_batch_size * config.data_parallel_size(dist.get_world_size())
     raise_any(uneven_batch(config, chunk, saved["step"]))  # the step may be older than the newest one
     begins = saved["step"] == 0
@@ -149,9 +145,16 @@ def load(step, fragments, progress):
         raise ConfigError([f"{step}: {error}; {SET_ASIDE}"]) from error
 
 
-def refuse_state(step, saved, model):
-    """Raise ConfigError if the state ``saved`` in a step directory has values that no run of its ``model`` writes."""
-    raise_any([f"{step / 'state.json'}: {problem}; {SET_ASIDE}" for problem in state_problems(saved, model)])
+def checked_state(task, step, config, dataset):
+    """Return the state in the directory ``step``, the configuration that wrote it, and its {field: value}.
+
+    Raises ConfigError if the state has values that no run of its model writes, or if ``config`` cannot resume from it.
+    """
+    saved, was, now = read_state(step), type(config).load(step / "config.json"), config.to_dict()
+    raise_any([f"{step / 'state.json'}: {problem}; {SET_ASIDE}" for problem in state_problems(saved, was.model)])
+    before = was.to_dict() | {name: now[name] for name in config.moving}  # initial values; the state has current ones
+    refuse_changes(task, step, saved, before, config, dataset)
+    return saved, was, before
 
 
 def refuse_changes(task, step, saved, before, config, dataset):
@@ -252,11 +255,7 @@ def refuse_resume(task, config, dataset):
     step = next(steps, None)
     refuse_dangling(Path(config.run.checkpoint_dir) / "checkpoints", step)
     if step is not None:
-        saved, was = read_state(step), type(config).load(step / "config.json")
-        refuse_state(step, saved, was.model)
-        now = config.to_dict()
-        before = was.to_dict() | {name: now[name] for name in config.moving}
-        refuse_changes(task, step, saved, before, config, dataset)
+        checked_state(task, step, config, dataset)
 
 
 def with_model_of_run(config):
