@@ -21,6 +21,7 @@ from moh_lm.checkpoint.directory import (
     refuse_dangling,
     remove_leftovers,
     set_aside,
+    step_number,
 )
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries, verify
@@ -92,7 +93,7 @@ def resume(task, state, event_log, progress):
         state.alarms.forget(BALANCE, DRIFT)
     if differing(SPEED, before, now) or all_ranks_or_raise(lambda: ranks_of(step)) != dist.get_world_size():
         state.alarms.forget(THROUGHPUT)
-    if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
+    if warmup_is_cut(was.model, config.model, saved["step"]):
         state.accumulator.clear()  # earlier steps have no head metrics, later ones do
         state.alarms.forget(THROUGHPUT)
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
@@ -328,8 +329,7 @@ def settle(sound, damaged, event_log):
     """Rename the ``damaged`` steps so that no run resumes from them, and let ``latest`` name the ``sound`` one."""
     for step, problems in damaged.items():
         aside = set_aside(step)
-        number = int(step.name.split("-")[1])
-        event_log.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
+        event_log.add("damaged", step_number(step), f"{step} is set aside as {aside}", problems=problems)
     point_latest(sound)
 
 
