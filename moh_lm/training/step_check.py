@@ -71,12 +71,14 @@ class StepCheck:
         norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in copies]
         of_rank = [sums[0], norm, torch.stack(norms).max() if norms else norm, self.largest_weight()]
         of_rank.append(sum(self.replicas.differ() if self.replicas else (), sums.new_zeros(())))
-        of_rank += [sums.new_full((), flag) for flag in self.flags()]
+        flags = self.flags()
+        of_rank += [sums.new_full((), flag) for flag in flags]
         of_rank = torch.stack([number.to(sums) for number in of_rank])
         largest = of_rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)  # so that a maximum is reliable
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         numbers = torch.cat((sums[:2], of_rank[1:2], largest)).tolist()  # the one wait for the device in a step
-        total, tokens, grad_norm, loss, *largest, weight, differ = numbers[:8]
+        fixed = len(numbers) - len(flags)
+        total, tokens, grad_norm, loss, *largest, weight, differ = numbers[:fixed]
         if math.isfinite(largest[0]):  # ranks whose groups add in another order differ in the last bit
             grad_norm = largest[0]
         now, tokens = time.perf_counter(), max(tokens, 1)  # documents with a single token have no label
@@ -84,7 +86,7 @@ class StepCheck:
         code = code if self.guard.is_finite_and_bounded(weight) else max(code, OUT_OF_RANGE)
         code = max(code, DIVERGENCE) if differ else code
         differences = self.replicas.differences() if differ else []
-        self.stats = GradientStats(total / tokens, grad_norm, code, differences, now, list(map(bool, numbers[8:])))
+        self.stats = GradientStats(total / tokens, grad_norm, code, differences, now, list(map(bool, numbers[fixed:])))
         return torch.tensor(torch.inf if self.guard.skips(code) else grad_norm, dtype=norm.dtype)
 
     def result(self):
