@@ -86,7 +86,8 @@ class Saver:
         """Start writing step-N. Waits for the previous save, and for this one too unless it runs in the background.
 
         fragments: what this rank owns (``Engine.fragments``). state: JSON-able, the same on every rank. tokenizer: path
-        of the SentencePiece model, or None. Raises CheckpointError and then leaves earlier steps untouched.
+        of the tokenizer's file with the pieces, or None. Raises CheckpointError and then leaves earlier steps as they
+        are.
         """
         self.collect()
         self.step, self.started = step, time.perf_counter()

@@ -130,7 +130,7 @@ class ModelConfig(HeadsOfLayers):
         return self.base_width / self.hidden_size
 
     def always_on_heads(self, layer):
-        """Return how many leading heads of ``layer`` are always on; None if they lead every key/value group."""
+        """Return how many leading heads of ``layer`` are always on; 0 if some lead every key/value group."""
         heads = self.heads
         if heads.head_selection == "all" or self.chooses_in_groups:
             return 0

@@ -22,10 +22,10 @@ def high_load(fair, high):
 def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     """Return {"layer": [number of each layer], "load": [[E] of each], "entropy", ..., "source_load"}.
 
-    layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)] float64, the sums of ``RouterStatistics``. sequences:
-    [sources], the number of sequences in these sums, each of ``seq_length`` tokens. ``load_evenness`` and balance_loss
-    are None in layers without routed heads, a1 in those without the second stage. source_load: {source that was seen:
-    [[E] of each layer]}, source_gate_rms: {source that was seen: [of each layer]}.
+    layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)] float64, of the rows of routers (moh_lm.model.balance).
+    sequences: [sources], the number of sequences in these sums, each of ``seq_length`` tokens. ``load_evenness`` and
+    balance_loss are None in layers without routed heads, a1 in those without the second stage. source_load: {source
+    that was seen: [[E] of each layer]}, source_gate_rms: {source that was seen: [of each layer]}.
     """
     figures, source_load, source_rms = {"layer": [layer.index for layer in layers]}, {}, {}
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)

@@ -18,9 +18,10 @@ MOST_READ = 4096  # bytes read from the end of a command's standard error
 
 
 class AfterSave:
-    """Runs ``command``, a line for the shell with {path} for the step directory; rank 0 makes one with a command.
+    """Runs ``command`` for steps, which only rank 0 adds: a line for the shell with {path} for the step directory.
 
-    event_log: ``EventLog`` for failures. patience: seconds that ``close`` waits for the remaining commands.
+    command: "" for none. event_log: ``EventLog`` for failures. patience: seconds that ``close`` waits for the remaining
+    commands.
     """
 
     def __init__(self, command, event_log, patience):
