@@ -210,7 +210,7 @@ def runs(partition, dim, whole):
 
 
 def shared_runs(source, target, dim, whole, first, last):
-    """Return (position in the source, in the target, length) of what both hold within [first, last) of the target."""
+    """Yield (position in the source, in the target, length) of what both hold within [first, last) of the target."""
     for there, whole_there, length_there in runs(source, dim, whole):
         for here, whole_here, length_here in runs(target, dim, whole):
             begin = max(whole_there, whole_here, whole_here + first - here)

@@ -15,7 +15,7 @@ UNUSUAL = (  # (smallest and largest plausible value, unless it is 0, and a usua
 
 
 def plan_warnings(config, dataset):
-    """Return sentences about settings that are probably mistakes. dataset: ``Dataset``, or None without data."""
+    """Yield sentences about settings that are probably mistakes. dataset: ``Dataset``, or None without data."""
     warmup, iterations, rate = config.optimizer.warmup_iters, config.run.train_iters, config.optimizer.learning_rate
     if 2 * warmup > iterations:
         ends = f"ends at {iterations / warmup:.0%} of --learning-rate {rate:g}"

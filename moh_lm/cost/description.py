@@ -60,14 +60,14 @@ def describe_heads(model):
 
 
 def gate_facts(model):
-    """Return short facts about the gates."""
+    """Yield short facts about the gates."""
     yield model.heads.routing
     if model.heads.gate_width:
         yield f"of the first {model.heads.gate_width} of {model.hidden_size} channels"
 
 
 def routing_facts(model):
-    """Return short facts about the routers."""
+    """Yield short facts about the routers."""
     heads = model.heads
     yield from gate_facts(model)
     if heads.routing_unit == "key_value_group":

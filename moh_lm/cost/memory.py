@@ -63,7 +63,7 @@ def memory_estimate(config, world_size):
 
 
 def stage_memory(config, world_size):
-    """Yield the ``memory_estimate`` of a rank in every pipeline stage."""
+    """Return the ``memory_estimate`` of a rank in every pipeline stage."""
     model, run, parallel = config.model, config.run, config.parallel
     tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
     dp = config.data_parallel_size(world_size) * cp  # ZeRO shards over both

@@ -201,7 +201,7 @@ def describe_memory(config, world_size):
 
 
 def memory_warnings(config, world_size, device=None):
-    """Return a sentence if a rank needs more memory than ``device``, this GPU, or else the largest GPU has."""
+    """Yield a sentence if a rank needs more memory than ``device``, this GPU, or else the largest GPU has."""
     need, room = sum(memory_estimate(config, world_size).values()), LARGEST_GPU
     if device:
         room = device.gib * 2**30

@@ -89,7 +89,7 @@ class Loader:
         return self.micro_batches(streams, source, rows, samples, part)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:
-        """Yield this rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are
+        """Return this rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are
         fewer.
 
         Micro-batches are dealt to the ranks in turn; the last ones are filled up with sequences without labels.

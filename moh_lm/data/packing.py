@@ -85,7 +85,7 @@ class Packer:
 
 
     def describe(self, names):
-        """Return lines about cut documents in these sources. Raises ConfigError if one is damaged."""
+        """Yield lines about cut documents in these sources. Raises ConfigError if one is damaged."""
         yield "packing    best_fit, without padding: documents that would fit into a sequence but are cut"
         width = max(map(len, names))
         for source, name in enumerate(names):

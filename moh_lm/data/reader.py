@@ -125,7 +125,7 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
 
 
 def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes: None) -> Iterator[str]:
-    """Return a sentence for each problem of an opened shard, after reading all of it.
+    """Yield a sentence for each problem of an opened shard, after reading all of it.
 
     Compares both files with the checksums of their sidecar, names damaged blocks, and checks the index for consistency.
     report: called with the number of bytes read since the last call.

@@ -28,7 +28,7 @@ class Stream:
         self.num_tokens = int(self.ends[-1]) if self.parts else 0
 
     def pieces(self, position: int, count: int) -> Iterator[tuple[Shard, int, int]]:
-        """Return (shard, first token, end) of the pieces that form ``count`` tokens from ``position`` on."""
+        """Yield (shard, first token, end) of the pieces that form ``count`` tokens from ``position`` on."""
         part = int(np.searchsorted(self.ends, position, side="right"))
         while count:
             shard, _, end = self.parts[part]

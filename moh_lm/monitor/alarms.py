@@ -224,7 +224,7 @@ class Announcer:
 
 
 def announced(kind, waiting):
-    """Return lines for the ``waiting`` facts: one for alarms that begin and one for those that end, in time order."""
+    """Yield lines for the ``waiting`` facts: one for alarms that begin and one for those that end, in time order."""
     latest_first = list(dict.fromkeys(facts["event"] for facts in reversed(waiting)))
     for event in reversed(latest_first):
         same = [facts for facts in waiting if facts["event"] == event]

@@ -243,7 +243,7 @@ class Engine:
                 yield f"model.layers.{block.index}.self_attn.router.{BIAS}", steps
 
     def fragments(self):
-        """Return ``Fragment``s of what this rank's optimizer owns, of frozen weights and of router biases."""
+        """Yield ``Fragment``s of what this rank's optimizer owns, of frozen weights and of router biases."""
         for name, parameter in self.named_parameters():
             owned = (self.optimizer if parameter.requires_grad else self.frozen).fragment(parameter)
             if owned is not None:

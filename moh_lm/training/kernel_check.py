@@ -64,7 +64,7 @@ class KernelCheck:
             self.found[module.flag] = worst.and_also(self.found.get(module.flag, worst))
 
     def sentences(self):
-        """Return a sentence for each flag of any rank. All ranks call it together. Raises ``Differs``."""
+        """Yield a sentence for each flag of any rank. All ranks call it together. Raises ``Differs``."""
         of_ranks = from_all_ranks(self.found)
         for flag in sorted({flag for found in of_ranks for flag in found}):
             ranks = [(rank, found[flag]) for rank, found in enumerate(of_ranks) if flag in found]

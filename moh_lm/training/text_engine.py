@@ -164,7 +164,7 @@ class PipelineEngine(TextEngine):
         self.engine.timers("train_batch").reset()  # DeepSpeed would keep the CUDA events of every step
 
     def stage_inputs(self, micro_batches):
-        """Return the inputs of DeepSpeed's first and last stage: tokens, and what the loss needs."""
+        """Yield the inputs of DeepSpeed's first and last stage: tokens, and what the loss needs."""
         for batch in micro_batches:
             tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
             yield tokens, (labels, sources)

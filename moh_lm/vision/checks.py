@@ -52,7 +52,7 @@ def image_problems(config, of_sizes, world_size, on_gpu):
 
 
 def guidance_problems(model, cfg_scale):
-    """Return a sentence if guidance is requested from a ``DiTConfig`` that never trains its embedding of no class."""
+    """Yield a sentence if guidance is requested from a ``DiTConfig`` that never trains its embedding of no class."""
     if model.class_dropout == 0 and cfg_scale != 1:
         why = "guidance compares with images of no class, which --class-dropout 0 never trains"
         yield f"--cfg-scale {cfg_scale:g}: {why}; give 1"

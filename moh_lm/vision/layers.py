@@ -173,7 +173,7 @@ class AggregatedAttention(CosineAttention):
         return F.normalize(key, dim=-1), value
 
     def neighbours(self, x):
-        """Yield views of x [s, b, h, e] with each token's neighbours, one for each place in the window, row by row.
+        """Return views of x [s, b, h, e] with each token's neighbours, one for each place in the window, row by row.
 
         The values of a neighbour outside the image belong to another row, or are 0.
         """

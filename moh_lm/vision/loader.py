@@ -57,7 +57,7 @@ def open_images(config):
 
 
 def class_problems(num_classes, training, held_out=None):
-    """Return sentences if there are too many or too few class folders, or if held-out images have other folders."""
+    """Yield sentences if there are too many or too few class folders, or if held-out images have other folders."""
     found, present = len(training.classes), set(training.classes)
     if found != num_classes:
         yield f"--num-classes {num_classes}: {training.path} has {found} class folders; set --num-classes {found}"
