@@ -75,17 +75,11 @@ def introductions(meeting, world_size):
     return meeting.read_all([f"rank {number}" for number in range(world_size)])
 
 
-def on_one_machine():
-    """Return whether all ranks are on this machine, according to their launcher."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
-    return os.environ.get("WORLD_SIZE", "1") == here
-
-
 def stay_on_loopback():
     """Make this process listen only on the loopback interface, since all ranks are on this machine. No other machine
     can then connect."""
     name = next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
-    if not on_one_machine() or name is None:
+    if on_several_machines() or name is None:
         return
     for backend in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{backend}_SOCKET_IFNAME", name)
@@ -101,7 +95,7 @@ def open_store(seconds):
     address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        on_loopback = is_master and on_one_machine()
+        on_loopback = is_master and not on_several_machines()
         listener = socket.create_server(("127.0.0.1", port)).detach() if on_loopback else None
         store = dist.TCPStore(
             address, port, is_master=is_master, wait_for_workers=False, multi_tenant=True,
