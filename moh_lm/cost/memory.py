@@ -72,8 +72,7 @@ def stage_memory(config, world_size):
     tokens = run.micro_batch_size * run.seq_length // cp
     matrices = layer_matrices(model, tp) if config.optimizer.optimizer == "muon" else 0
     found = []
-    for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp, tp)):
-        parameters = whole
+    for stage, (_, parameters, blocks) in enumerate(stages(model, run.seq_length, pp, tp)):
         trained, of_muon = parameters, blocks * matrices  # these have one moment
         if config.optimizer.train_only == "router":
             trained, of_muon = parameter_counts(model)["router"], 0
