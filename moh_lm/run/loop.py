@@ -32,7 +32,7 @@ from moh_lm.run.resume import resume
 from moh_lm.run.state import RunState
 from moh_lm.supervise.processes import log_rank0
 from moh_lm.training.guard import BadNumbers
-from moh_lm.training.incidents import report
+from moh_lm.training.incidents import record_incident
 from moh_lm.training.schedule import learning_rate
 
 START = 300  # seconds for imports, for building the engine, and for compiling kernels, besides --hang-timeout
@@ -220,7 +220,7 @@ class Run:
             check_replicas = due(state.step, config.reliability.replica_check_interval)
             result = self.engine.train_step(batches, rate, check_replicas=check_replicas, flags=self.flags)
             if result.code:
-                bad_sources = report(self.engine, self.loader, batches, self.event_log, state.step, result)
+                bad_sources = record_incident(self.engine, self.loader, batches, self.event_log, state.step, result)
             self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)
         except BadNumbers as error:
             with suppress(CheckpointError):  # the bad numbers are the reason why the run ends

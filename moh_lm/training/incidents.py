@@ -9,7 +9,7 @@ from moh_lm.training.guard import REASONS
 from moh_lm.units import listing, wrapped
 
 
-def report(engine, loader, batches, event_log, step, result):
+def record_incident(engine, loader, batches, event_log, step, result):
     """Record why and where a step was skipped or is a spike, and with which samples. All ranks call it together.
 
     Returns the names of the sources with a loss or gradient that is not finite. batches: this rank's micro-batches.
