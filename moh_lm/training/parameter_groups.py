@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 
+from moh_lm.config.resolve import or_else
 from moh_lm.model.matrices import is_block_matrix
 from moh_lm.training.muon import Muon
 
@@ -69,10 +70,6 @@ def rule_of(name, parameter, config):
     if name.endswith(TABLES):
         return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)
     return Rule(False, settings.weight_decay / ratio, ratio, ".router." in name, EPS * ratio)
-
-
-def or_else(value, default):
-    return default if value is None else value
 
 
 def parameter_groups(named_parameters, config):
