@@ -113,7 +113,7 @@ def counted(number, thing):
 def words(value):
     """Return the value of a setting, or the texts of its flag, as text."""
     if isinstance(value, tuple) and value and not isinstance(value[0], tuple):
-        return by_layer(value)
+        return layers_in_words(value)
     if isinstance(value, list | tuple):
         value = " ".join("=".join(part) if isinstance(part, tuple) else quote(str(part)) for part in value)
     return "none" if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
@@ -124,7 +124,7 @@ def listing(items, most=8):
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if items[most:] else "")
 
 
-def by_layer(values, separator=", "):
+def layers_in_words(values, separator=", "):
     """Return a text such as: layers 0-3: 8, 4-11: 6."""
     parts, first = [], 0
     for value, equal in groupby(values):

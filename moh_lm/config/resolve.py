@@ -26,8 +26,8 @@ def model_values(model):
         "base_width": or_else(model.base_width, model.hidden_size),
         **(latent_sizes(model, head_dim) if model.attention == "latent" and head_dim else {}),
         "heads": with_budgets(model.heads, counts, layers, heads_of_a_key(queries, keys)),
-        "window": by_layer(model.window or (0,), layers),
-        "position": by_layer(model.position or ("rotary",), layers),
+        "window": for_every_layer(model.window or (0,), layers),
+        "position": for_every_layer(model.position or ("rotary",), layers),
     }
 
 
@@ -50,7 +50,7 @@ def heads_of_a_key(queries, keys):
     return queries // max(1, keys) or 1
 
 
-def by_layer(value, num_layers):
+def for_every_layer(value, num_layers):
     """Return one value per layer, even if a single value was given for all of them."""
     return value * num_layers if len(value) == 1 else value
 
@@ -86,13 +86,15 @@ def with_budgets(heads, counts, num_layers, group):
     if heads.head_selection == "gated":
         heads = gated_mixture(heads, counts)
     if not heads.num_active_routed_heads:
-        budgets = spread_budget(heads, by_layer(counts, num_layers), group, heads.num_shared_heads)
+        budgets = spread_budget(heads, for_every_layer(counts, num_layers), group, heads.num_shared_heads)
         heads = replace(heads, **budgets)
     budgets = [default_budget(heads, number, group) for number in counts]
     shared = heads.num_shared_heads or tuple(shared for shared, _ in budgets)
     routed = heads.num_active_routed_heads or tuple(routed for _, routed in budgets)
     return replace(
-        heads, num_shared_heads=by_layer(shared, num_layers), num_active_routed_heads=by_layer(routed, num_layers)
+        heads,
+        num_shared_heads=for_every_layer(shared, num_layers),
+        num_active_routed_heads=for_every_layer(routed, num_layers),
     )
 
 
@@ -148,7 +150,7 @@ def spread_budget(heads, numbers, group, shared, tp=1, cp=1):
     shared = shared or tuple(
         max(0, count - max(unit, number // 4)) // step * step for count, number, (unit, step) in all_of
     )
-    shared = by_layer(shared, layers)
+    shared = for_every_layer(shared, layers)
     rest = (
         min(max(count - on, unit), number - on)
         for (count, number, (unit, _)), on in zip(all_of, shared, strict=False)
@@ -169,7 +171,7 @@ def heads_together(heads, number, group, tp, cp):
 def spread_over_ranks(model, shared, tp, cp):
     """Return the ``spread_budget`` for ranks that share layers (tp) and sequences (cp)."""
     group = heads_of_a_key(model.num_attention_heads, model.num_key_value_heads)
-    return spread_budget(model.heads, by_layer(model.head_counts, model.num_layers), group, shared, tp, cp)
+    return spread_budget(model.heads, for_every_layer(model.head_counts, model.num_layers), group, shared, tp, cp)
 
 
 def run_values(run):

@@ -5,7 +5,7 @@ The summary before a run, the run report and the model card use these words. Not
 
 from collections import Counter
 
-from moh_lm.units import by_layer, words
+from moh_lm.units import layers_in_words, words
 
 
 def describe_norms(model):
@@ -49,14 +49,14 @@ def describe_heads(model):
     numbers = [model.of_layer(layer).num_attention_heads for layer in range(model.num_layers)]
     if heads.head_selection == "static":
         on = [f"the first {model.active_heads(layer)} of {number}" for layer, number in enumerate(numbers)]
-        return f"{by_layer(on, '; ')}; static, {share}"
+        return f"{layers_in_words(on, '; ')}; static, {share}"
     if not model.routed_layers():
         number = words(model.num_attention_heads)
         return f"all {number} for every token, each with a gate; routing {', '.join(gate_facts(model))}"
     most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
     triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
     on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
-    return f"{by_layer(on, '; ')}; {most}{share} per token; routing {', '.join(routing_facts(model))}"
+    return f"{layers_in_words(on, '; ')}; {most}{share} per token; routing {', '.join(routing_facts(model))}"
 
 
 def gate_facts(model):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moh_lm.config import BUDGETS, Config, HeadsConfig, OptimizerConfig, RoutedLayer, TaskConfig, option
 from moh_lm.config.heads import HeadsOfLayers
-from moh_lm.config.resolve import by_layer, few_enough
+from moh_lm.config.resolve import few_enough, for_every_layer
 from moh_lm.config.run import RunBase
 from moh_lm.parsing import read_json
 from moh_lm.vision.presets import DIT, VIT
@@ -69,7 +69,7 @@ def budgets_of_layers(heads, places):
     """
     found = {}
     for key in BUDGETS:
-        value = by_layer(getattr(heads, key), len(places))
+        value = for_every_layer(getattr(heads, key), len(places))
         if len(value) == len(places):
             value = tuple(number for number, count in zip(value, places, strict=True) for _ in range(count))
         found[key] = value
@@ -165,7 +165,7 @@ class DiTConfig(ImageModelConfig):
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
 
     def derived(self):
-        numbers, head_dim = by_layer(self.num_attention_heads, few_enough(self.num_layers)), self.head_dim
+        numbers, head_dim = for_every_layer(self.num_attention_heads, few_enough(self.num_layers)), self.head_dim
         if head_dim is None and numbers:
             head_dim = self.hidden_size // max(1, numbers[0])
         heads = budgets_of_layers(self.heads, (1,) * self.num_layers)

@@ -14,7 +14,7 @@ from moh_lm.config import raise_any
 from moh_lm.cost.flops import BACKWARD
 from moh_lm.cost.summary import describe_layout
 from moh_lm.run.task import Task
-from moh_lm.units import by_layer, short, wrapped
+from moh_lm.units import layers_in_words, short, wrapped
 from moh_lm.vision.checks import classifier_problems, diffusion_problems
 from moh_lm.vision.config import DiTConfig, DiTTraining, ViTTraining
 from moh_lm.vision.dit import DiT
@@ -72,12 +72,12 @@ def describe_images(config, images):
 
 def describe_heads(model):
     if model.heads.head_selection == "all":
-        return f"all heads for every token: {by_layer(list(map(str, model.head_counts)), '; ')}"
+        return f"all heads for every token: {layers_in_words(list(map(str, model.head_counts)), '; ')}"
     on = [
         f"{layer.num_shared} shared" + f", {layer.num_active} of {layer.num_routed} routed" * (layer.num_routed > 0)
         for layer in map(model.routed_layer, range(model.num_layers))
     ]
-    return f"{by_layer(on, '; ')}; {model.active_share():.1%} per token; routing {model.heads.routing}"
+    return f"{layers_in_words(on, '; ')}; {model.active_share():.1%} per token; routing {model.heads.routing}"
 
 
 def make_loader(config, images, groups, device):

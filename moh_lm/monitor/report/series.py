@@ -277,12 +277,12 @@ def head_curves(groups):
     loads, figures = {}, {}
     steps = np.array([group[-1]["step"] for group in groups])
     last = groups[-1][-1]["heads"]
-    of_groups = [by_layer(rows, "load") for rows in groups]
+    of_groups = [values_of_layers(rows, "load") for rows in groups]
     for layer, load in zip(last["layer"], last["load"], strict=True):
         if load:
             loads[layer] = steps, np.array([np.mean(of[layer], 0) for of in of_groups])
     for key in HEAD_FIGURES:
-        of_groups = [by_layer(rows, key) for rows in groups]
+        of_groups = [values_of_layers(rows, key) for rows in groups]
         for layer in last["layer"]:
             found = points(groups, [of.get(layer, ()) for of in of_groups])
             if np.any(found[1]):
@@ -303,7 +303,7 @@ def mean_sink(row, layer):
     return sum(found) / len(found) if found else None
 
 
-def by_layer(rows, key):
+def values_of_layers(rows, key):
     """{layer: its values of a metric, of the rows that have it}."""
     found = {}
     for heads in (row["heads"] for row in rows):
