@@ -316,10 +316,10 @@ def type_of(entry):
 
 
 def boolean(text):
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
+    known = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() not in known:
         raise ValueError("write true or false, or the flag alone for true")
-    return words[text.lower()]
+    return known[text.lower()]
 
 
 def name_and_weight(text):
