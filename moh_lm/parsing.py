@@ -10,12 +10,12 @@ class BeyondLimits(ValueError):
 
 
 def open_at_once(path, flags):
-    """An ``opener`` for files to read: a pipe without a writer is empty, instead of waiting for one."""
+    """Open a file to read, as an ``opener``: a pipe without a writer is empty, instead of waiting for one."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_json(path):
-    """The value of a JSON file. Raises OSError, and ValueError as ``parse_json``."""
+    """Return the value of a JSON file. Raises OSError, and ValueError as ``parse_json``."""
     with open(path, "rb", opener=open_at_once) as file:
         return parse_json(file.read())
 

@@ -114,7 +114,7 @@ def element_gate_problems(model):
 
 
 def refusals(given, others):
-    """others: [(flag, its value, the only value that goes with the flags ``given``, why)]."""
+    """Return sentences for what contradicts the flags ``given``. others: [(flag, value, the only one allowed, why)]."""
     typed = [(name if value is True else f"{name} {value}", why) for name, value, free, why in others if value != free]
     return [f"{one}: does not work with {given}, because {why}; leave one of them out" for one, why in typed]
 

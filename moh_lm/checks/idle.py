@@ -24,7 +24,8 @@ def idle_flags(given, config):
 
 
 def idle_of_heads(heads, gated):
-    """gated: whether the mixture was requested as --head-selection gated."""
+    """Return {in words, where: fields of heads and routers that have no effect there}. gated: whether the mixture was
+    requested as --head-selection gated."""
     selection = "gated" if gated else heads.head_selection
     if selection == "mixture":
         return {

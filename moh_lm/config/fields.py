@@ -63,8 +63,8 @@ def as_tuples(value):
 
 
 def fits(value, wanted):
-    """Whether a value of JSON is of the type of a field, which may be one of several (int | None) or a
-    tuple. Whole numbers have at most 63 bits."""
+    """Return whether a value of JSON is of the type of a field, which may be one of several (int | None) or a tuple.
+    Whole numbers have at most 63 bits."""
     if get_origin(wanted) is tuple:
         return isinstance(value, list) and all(fits(part, get_args(wanted)[0]) for part in value)
     if get_args(wanted):
@@ -75,7 +75,7 @@ def fits(value, wanted):
 
 
 def in_words(wanted, value=None):
-    """What a ``value`` that does not fit must be instead."""
+    """Return what a ``value`` that does not fit must be instead, in words."""
     if isinstance(value, int) and value > LARGEST:
         return "below 2^63"
     if get_origin(wanted) is tuple:

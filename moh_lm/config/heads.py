@@ -122,17 +122,17 @@ class HeadsOfLayers:
         return self.heads.num_shared_heads[layer] + self.heads.num_active_routed_heads[layer]
 
     def active_share(self):
-        """The share of all heads that a token uses at most."""
+        """Return the share of all heads that a token uses at most."""
         active = sum(map(self.active_heads, range(self.num_layers)))
         return active * len(self.head_counts) / (self.num_layers * sum(self.head_counts))
 
     def gated_layers(self):
-        """A ``RoutedLayer`` for every layer with gates, in order."""
+        """Return a ``RoutedLayer`` for every layer with gates, in order."""
         mixture = self.heads.head_selection == "mixture"
         return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
 
     def routed_layers(self):
-        """The ``gated_layers`` that have routed heads, and so a load to balance."""
+        """Return the ``gated_layers`` that have routed heads, and so a load to balance."""
         return [layer for layer in self.gated_layers() if layer.num_routed]
 
 
@@ -167,7 +167,7 @@ class RoutedLayer(NamedTuple):
     groups: int = 1
 
     def of_group(self):
-        """The routing within one of the groups."""
+        """Return the routing within one of the groups."""
         numbers = ("num_shared", "num_routed", "num_active")
         return self._replace(groups=1, **{name: getattr(self, name) // self.groups for name in numbers})
 
@@ -189,7 +189,7 @@ class RoutedLayer(NamedTuple):
         return self.num_active / self.num_routed if self.num_routed else 0.0
 
     def fair_load(self, load):
-        """The load that each routed expert would have if all loads were equal. load: [E], that of each."""
+        """Return the load that each routed expert would have if all loads were equal. load: [E], that of each."""
         return sum(load) / len(load) if self.varies and len(load) else self.uniform_load
 
     @property

@@ -111,7 +111,7 @@ class ModelConfig(HeadsOfLayers):
         return replace(self, **{key: values[layer] for key, values in several.items()}) if several else self
 
     def widths_of_heads(self):
-        """The width of each head of a layer. Call it on the result of ``of_layer``."""
+        """Return the width of each head of a layer. Call it on the result of ``of_layer``."""
         return self.head_dims or (self.head_dim,) * self.num_attention_heads
 
     @property
@@ -177,6 +177,6 @@ class ModelConfig(HeadsOfLayers):
         return heads.num_shared_heads[layer] < self.of_layer(layer).num_attention_heads
 
     def own_positions(self, layer):
-        """Whether rotary positions in ``layer`` count the tokens of each head."""
+        """Return whether rotary positions in ``layer`` count the tokens of each head."""
         counted = self.heads.routed_positions == "head" and self.position[layer] == "rotary"
         return counted and self.own_keys(layer)

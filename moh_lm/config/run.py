@@ -25,7 +25,7 @@ class ParallelConfig:
     offload_optimizer: bool = option(False, "keep the optimizer states in CPU memory and run the optimizer there")
 
     def ranks_of_a_sequence(self):
-        """The number of ranks that read the same samples."""
+        """Return the number of ranks that read the same samples."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
 

@@ -159,7 +159,7 @@ class Config(TaskConfig):
     of_data = ("reset_at_documents", "seq_length_warmup")
 
     def half_window(self):
-        """The window of --window-strategy sequence, in tokens."""
+        """Return the window of --window-strategy sequence, in tokens."""
         return min(max(self.run.seq_length // 2, self.run.window_min), self.run.window_max)
 
     @property

@@ -79,7 +79,7 @@ class Shard:
         self.sums = shard.sums
 
     def index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The index, memory-mapped: sequence lengths int32 [n], byte offsets int64 [n], document bounds int64 [m]."""
+        """Map the index into memory: sequence lengths int32 [n], byte offsets int64 [n], document bounds int64 [m]."""
         content = np.memmap(files.beside(self.prefix, ".idx"), mode="r", offset=HEADER.size)
         lengths, pointers, bounds = np.split(content, [4 * self.num_sequences, 12 * self.num_sequences])
         return lengths.view("<i4"), pointers.view("<i8"), bounds.view("<i8")

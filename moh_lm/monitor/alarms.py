@@ -161,7 +161,7 @@ class Alarms:
         }
 
     def restore(self, state, same_data):
-        """same_data: whether the sources and their shares are those of the state."""
+        """Restore ``state()``. same_data: whether the sources and their shares are those of the state."""
         self.streaks = {tuple(condition): number for *condition, number in state["streaks"]}
         self.firing = {tuple(condition): number for *condition, number in state["ringing"]}
         self.history = {tuple(key): values for *key, values in state["history"]}

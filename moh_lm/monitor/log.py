@@ -164,7 +164,7 @@ class RunLog:
         self.rows.add(finite(record))
 
     def close(self, code=0):
-        """code: 0 unless the run failed."""
+        """Close the writers. code: 0 unless the run failed."""
         self.writers.close(code)
 
 

@@ -47,13 +47,13 @@ class Writers:
         )
 
     def scalars(self, values, step):
-        """values: {tag: number}."""
+        """Write numbers of ``step``: {tag: number}."""
         for tag, value in values.items():
             self.draw("add_scalar", tag, value, step)
         self.tell_wandb("log", values, step=step)
 
     def picture(self, tag, picture, step):
-        """picture: uint8 [height, width, 3]."""
+        """Draw a picture, uint8 [height, width, 3]."""
         self.draw("add_image", tag, picture, step, dataformats="HWC")
 
     def alarm(self, text, step):
@@ -80,7 +80,7 @@ class Writers:
             setattr(self, name, None)
 
     def close(self, code=0):
-        """code: 0 unless the run failed."""
+        """Close TensorBoard's file and end the run at Weights & Biases. code: 0 unless the run failed."""
         self.draw("close")
         self.tell_wandb("finish", exit_code=code)
 

@@ -44,7 +44,7 @@ def make_run_directory(path, keep=True):
 
 
 def foreign_file(path):
-    """The first file that a run would replace in a directory where none has begun; or None."""
+    """Return the name of the first file that a run would replace in a directory where none has begun, or None."""
     config = None
     with contextlib.suppress(OSError, ValueError):  # absent, or damaged
         config = read_json(path / "config.json")
@@ -94,7 +94,7 @@ def lock_run_directory(path, called="--checkpoint-dir"):
 
 
 def open_no_link(path, flags):
-    """An ``opener`` that raises OSError for a link, symbolic or hard."""
+    """Open ``path``, as an ``opener`` of ``open``. Raises OSError for a link, symbolic or hard."""
     file = os.open(path, flags | os.O_NOFOLLOW, 0o666)
     found = os.fstat(file)
     if found.st_nlink > 1:

@@ -58,5 +58,5 @@ class Sinks:
 
 
 def with_numbers(batch):
-    """The ``MicroBatch`` with a number for each sequence: -1 for filler, which has no labels, and else 0."""
+    """Return the ``MicroBatch`` with a number for each sequence: -1 for filler, which has no labels, and else 0."""
     return batch._replace(samples=(batch.labels != IGNORED).any(1).long() - 1)

@@ -80,7 +80,7 @@ class ImageModelConfig(HeadsOfLayers):
     """What both models have in common. head_counts: number of heads of all layers."""
 
     def routed_layer(self, index):
-        """The ``RoutedLayer`` of a layer of a mixture."""
+        """Return the ``RoutedLayer`` of a layer of a mixture."""
         shared, active = self.heads.num_shared_heads[index], self.heads.num_active_routed_heads[index]
         stride = self.tokens // self.tokens_of(index)
         return RoutedLayer(index, shared, self.head_counts[index] - shared, active, stride=stride)

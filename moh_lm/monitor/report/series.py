@@ -304,7 +304,7 @@ def mean_sink(row, layer):
 
 
 def values_of_layers(rows, key):
-    """{layer: its values of a metric, of the rows that have it}."""
+    """Return {layer: its values of a metric, of the rows that have it}."""
     found = {}
     for heads in (row["heads"] for row in rows):
         for layer, value in zip(heads["layer"], heads[key], strict=True) if heads.get(key) is not None else ():
