@@ -96,9 +96,7 @@ class Loader:
         """
         index = self.dataset.source_names.index(source_name)
         position = self.dataset.sources[index].validation_positions(num_samples)
-        filler = -len(position) % (self.micro_batch_size * self.size)
-        position = np.concatenate([position, np.full(filler, -1)])
-        mine = position.reshape(-1, self.size, self.micro_batch_size)[:, self.rank].reshape(-1)  # [n, R, b] -> [n b]
+        mine = dealt(position, self.micro_batch_size, self.rank, self.size).reshape(-1)
         rows = [[Piece(first, self.dataset.mixture.seq_length)] if first >= 0 else [] for first in mine.tolist()]
         return self.micro_batches([entry.validation for entry in self.dataset.sources], np.full(len(mine), index), rows)
 
@@ -142,3 +140,10 @@ class Loader:
         if self.reset_at_documents and not piece.starts:
             return stream.document_starts(piece.first, piece.count + 1)
         return piece.starts
+
+
+def dealt(numbers, micro_batch_size, rank, size):
+    """Deal ``numbers``, int64 [n], to ``size`` ranks in turn, a micro-batch each, and return those of ``rank``, int64
+    [micro-batches, b]: equally many for every rank, with -1 as filler at the end."""
+    filler = np.full(-len(numbers) % (micro_batch_size * size), -1)
+    return np.concatenate([numbers, filler]).reshape(-1, size, micro_batch_size)[:, rank]

@@ -23,7 +23,7 @@ import torch
 
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import sha256_of
-from moh_lm.data.loader import MicroBatch
+from moh_lm.data.loader import MicroBatch, dealt
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parsing import parse_json
 
@@ -144,13 +144,12 @@ def labelled_rows(texts, seq_length, micro_batch_size, rank, size):
     texts: [(context ids, continuation ids)], a row each, whose number is its source. The labels of a row are its
     continuation. Rows without labels make up the rest.
     """
-    rows = len(texts) + -len(texts) % (micro_batch_size * size)
-    mine = np.arange(rows).reshape(-1, size, micro_batch_size)[:, rank]  # [n, b]
+    mine = dealt(np.arange(len(texts)), micro_batch_size, rank, size)  # [n, b]
     tokens, labels = np.zeros((*mine.shape, seq_length), np.int64), np.full((*mine.shape, seq_length), IGNORED)
-    for place in zip(*np.nonzero(mine < len(texts)), strict=True):
+    for place in zip(*np.nonzero(mine >= 0), strict=True):
         context, continuation = texts[mine[place]]
         ids = [*context, *continuation][-(seq_length + 1) :]
         tokens[place][: len(ids) - 1] = ids[:-1]
         labels[place][len(ids) - len(continuation) - 1 : len(ids) - 1] = continuation
-    numbers = np.minimum(mine, len(texts) - 1)  # filler without labels adds nothing to the last text
+    numbers = np.where(mine < 0, len(texts) - 1, mine)  # filler without labels adds nothing to the last text
     return [MicroBatch(*batch) for batch in zip(*map(torch.from_numpy, (tokens, labels, numbers)), strict=True)]

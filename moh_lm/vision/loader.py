@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, read_json
+from moh_lm.data.loader import dealt
 from moh_lm.data.training_data import TrainingData
 from moh_lm.supervise.processes import log_rank0
 from moh_lm.supervise.stop import SIGNALS
@@ -202,9 +203,8 @@ class ImageLoader:
             return iter(())
         if num not in self.held_out:
             indices = order(IN_ORDER, 0, self.dataset.num_validation)[: num or None]
-            filler = -len(indices) % (self.micro_batch_size * self.size)
-            indices = np.concatenate([indices, np.full(filler, -1)]).reshape(-1, self.size, self.micro_batch_size)
-            requests = [self.dataset.held_out_request(mine) for mine in indices[:, self.rank]]
+            mine = dealt(indices, self.micro_batch_size, self.rank, self.size)
+            requests = list(map(self.dataset.held_out_request, mine))
             self.held_out[num] = self.reader(requests, persistent_workers=self.workers > 0)
         return batches_of(self.held_out[num])
 
