@@ -36,18 +36,16 @@ class Dataset(TrainingData):
     num_pieces: pieces of the tokenizer, None if unknown. bos_id: the token that begins every document, or None.
     """
 
-    num_pieces: int | None = None
-
     def __init__(
         self, sources, mixture, data: DataConfig, notes: list[str], segments: list[dict] | None = None, decay=None,
-        bos_id: int | None = None,
+        bos_id: int | None = None, num_pieces: int | None = None,
     ):  # fmt: skip
         self.sources: list[Source] = sources
         self.mixture: Mixture = mixture
         self.source_names: list[str] = mixture.names
         self.data = data
         self.notes = notes
-        self.bos_id = bos_id
+        self.bos_id, self.num_pieces = bos_id, num_pieces
         self.segments = segments or next_segments([], self.fingerprint(), 0)
         self.decay: tuple[int, Mixture] | None = None
         if decay:
@@ -80,19 +78,9 @@ class Dataset(TrainingData):
         names = [*mixed, *(name for name in decay if name not in mixed)]
         problems += unknown_sources("--data-mix", mixed, list(present))
         problems += unknown_sources("--decay-mix", [name for name in decay if name not in mixed], list(present))
-        sources = []
-        for name in names:
-            if name not in present:
-                continue
-            try:
-                opened = open_source(
-                    data.data_dir, name, manifest, data.validation_fraction, compares_sizes=compares_sizes
-                )
-                sources.append(Source(name, opened, seq_length, bytes_per_token(present[name]["units"].values())))
-                problems += sources[-1].problems(data.validation_fraction if validates else 0)
-            except ShardError as error:
-                problems.append(f"source {name}: {error}")
-        problems += vocabulary_problems(sources, vocab_size, manifest["tokenizer"])
+        known = [name for name in names if name in present]
+        sources, found = open_sources(data, known, manifest, seq_length, validates, compares_sizes)
+        problems += found + vocabulary_problems(sources, vocab_size, manifest["tokenizer"])
         if not names:
             problems.append(f"--data-dir {data.data_dir}: holds no source; run data_prep/tokenize.py")
         num_tokens = {source.name: source.training.num_tokens for source in sources}
@@ -107,25 +95,15 @@ class Dataset(TrainingData):
         common = dict(seq_length=seq_length, seed=seed, names=sorted(names))
         mixture = Mixture(weights, num_tokens, **common)
         later = Mixture(decay, num_tokens, **common) if decay else None
-        unused = sorted(present.keys() - set(names))
-        notes = [mixture.note] if mixture.note else []
-        notes += [f"not in --data-mix: {', '.join(unused)}"] if unused else []
-        notes += [
-            f"source {source.name}: manifest.json does not list {len(source.unlisted)} of its shards, such as "
-            f"{source.unlisted[0]}; they are not used until data_prep/tokenize.py has finished"
-            for source in sources
-            if source.unlisted
-        ]
-        notes += [note for source in sources for note in source.notes(data.validation_fraction)]
+        notes = notes_of(mixture, sorted(present.keys() - set(names)), sources, data.validation_fraction)
         stage = None
         if decay and later.weights.tolist() != mixture.weights.tolist():
             stage = decay_begins, later
             shares = ", ".join(f"{name} {share:.2%}" for name, share in later.shares().items() if share)
             notes.append(f"from sample {decay_begins:,} on: {shares} (--decay-mix)")
         sources.sort(key=lambda source: source.name)
-        dataset = cls(sources, mixture, data, notes, decay=stage, bos_id=manifest["tokenizer"].get("bos_id"))
-        dataset.num_pieces = manifest["tokenizer"].get("vocab_size")
-        return dataset
+        bos_id, num_pieces = map(manifest["tokenizer"].get, ("bos_id", "vocab_size"))
+        return cls(sources, mixture, data, notes, decay=stage, bos_id=bos_id, num_pieces=num_pieces)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -240,7 +218,37 @@ class Dataset(TrainingData):
         first = segments[-1]["first_sample"]
         mixture = newest.after(first, self.consumed(segments, first) | segments[-1]["consumed"])
         decay = self.decay if newest is self.mixture else None
-        return Dataset(self.sources, mixture, self.data, self.notes, segments, decay, self.bos_id)
+        return Dataset(self.sources, mixture, self.data, self.notes, segments, decay, self.bos_id, self.num_pieces)
+
+
+def open_sources(data, names, manifest, seq_length, validates, compares_sizes):
+    """Return the ``Source``s of ``names`` that can be opened, and sentences for what is wrong with any of them.
+
+    validates, compares_sizes: see ``Dataset.open``.
+    """
+    sources, problems = [], []
+    for name in names:
+        try:
+            opened = open_source(data.data_dir, name, manifest, data.validation_fraction, compares_sizes=compares_sizes)
+            units = manifest["sources"][name]["units"].values()
+            sources.append(Source(name, opened, seq_length, bytes_per_token(units)))
+            problems += sources[-1].problems(data.validation_fraction if validates else 0)
+        except ShardError as error:
+            problems.append(f"source {name}: {error}")
+    return sources, problems
+
+
+def notes_of(mixture, unused, sources, validation_fraction):
+    """Return remarks for the user. unused: names of sources that the data directory has and the run does not read."""
+    notes = [mixture.note] if mixture.note else []
+    notes += [f"not in --data-mix: {', '.join(unused)}"] if unused else []
+    notes += [
+        f"source {source.name}: manifest.json does not list {len(source.unlisted)} of its shards, such as "
+        f"{source.unlisted[0]}; they are not used until data_prep/tokenize.py has finished"
+        for source in sources
+        if source.unlisted
+    ]
+    return notes + [note for source in sources for note in source.notes(validation_fraction)]
 
 
 def bytes_per_token(units):
