@@ -54,7 +54,7 @@ WRONG = [
     (("optimizer_steps",), [4, -1, None, 2.0]),
     (("rested_steps",), [4, -1]),
     (("frozen_steps",), [4, "1"]),
-    (("l1_steps",), [4, -4, 0.5]),
+    (("l1_steps",), [4, -1, 0.5]),
     (SHARES, [-0.1, 1.5, float("nan"), "0.5", None]),
     (("router_shares", 1), [[], [0.5], 0.5, None]),
     (("router_shares",), [[], [[0.25] * 4], None, {}]),
