@@ -22,7 +22,7 @@ from moh_lm.checkpoint.saver import CheckpointError, find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.monitor.events import EventLog
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import trace_of_checkpoints
+from moh_lm.run.intact import trace_of_checkpoints
 from tests.checkpoint.damage import (
     Canary,
     add_a_rank,

@@ -20,7 +20,8 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.writers import Writers
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.intact import sound_step, trace_of_checkpoints
+from moh_lm.run.resume import contradictions, tokenizer_changes
 from moh_lm.run.text import budget_problems
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
