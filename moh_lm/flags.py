@@ -1,8 +1,8 @@
 """Command-line flags, made from the fields of the configuration.
 
-Every field becomes one flag of its name (``num_layers`` -> ``--num-layers``), grouped by section in ``--help``. A
-later flag wins over an earlier one, so that arguments appended to a launch script override it. ``--config`` inserts
-the flags of a file in its place. All unknown flags and unreadable values are collected and shown together.
+Every field becomes one flag of its name (``num_layers`` -> ``--num-layers``), grouped by section in ``--help``. All
+unknown flags and unreadable values are collected and shown together. What happens to flags that are given several
+times, or in a file, is in moh_lm/cli/actions.py.
 """
 
 import argparse
@@ -12,7 +12,8 @@ from typing import get_args
 import yaml
 
 from moh_lm.checkpoint.directory import newest_model
-from moh_lm.cli.parser import Parser, nearest
+from moh_lm.cli.actions import FlagsOfFile, LaterWins
+from moh_lm.cli.parser import Parser
 from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, flag, raise_any, walk
 from moh_lm.cost.devices import device_name
 from moh_lm.units import at_least, duration, duration_text, in_64_bits, integer, quantity, real, words, wrapped
@@ -189,96 +190,6 @@ def add_config_flags(parser, config_type=Config):
     presets = dict(choices=config_type.presets, help=config_type.of_presets)
     parser.add_argument("--preset", action=LaterWins, replaces=None, **presets)
     parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="file with lines NAME: VALUE")
-
-
-class LaterWins(argparse.Action):
-    """Stores the texts of a flag, and forgets those of the flag that it ``replaces``."""
-
-    def __init__(self, *args, replaces, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.replaces = replaces
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, values)
-        if self.replaces:
-            setattr(namespace, self.replaces, None)
-
-
-class FlagsOfFile(argparse.Action):
-    """Reads the flags of a YAML file as if they stood on the command line in its place. Raises ConfigError."""
-
-    def __call__(self, parser, namespace, path, option_string=None):
-        try:
-            values = yaml.load(Path(path).read_text(encoding="utf-8"), Texts)
-        except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            if isinstance(error, LookupError | AttributeError | RecursionError):
-                reason = "nested too deeply, or a value does not fit its tag"
-            raise ConfigError([f"--config {path}: cannot be read ({reason}); give a file of --save-config"]) from error
-        if not isinstance(values, dict):
-            raise ConfigError([f"--config {path}: write NAME: VALUE on each line, such as num_layers: 12"])
-        actions = {action.dest: action for action in parser._actions if isinstance(action, LaterWins)}
-        if unknown := [name for name in values if name not in actions]:
-            given = f"--config {path}"
-            raise ConfigError([f"{given}: {name} is unknown: {nearest(str(name), actions)}" for name in unknown])
-        for name, value in values.items():
-            action = actions[name]
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if any(isinstance(item, dict | list) for item in items):  # with aliases such a list can be endless
-                raise ConfigError([f"--config {path}: {name}: holds a list inside of a list; give plain values"])
-            if action.nargs != "+" and isinstance(value, dict | list):
-                shown, example = ", ".join(as_texts(value, True)), action.metavar or next(iter(action.choices))
-                raise ConfigError([f"--config {path}: {name}: [{shown}]: takes one value, {name}: {example}"])
-            if isinstance(value, Switch) and action.metavar in ("PATH", "PROJECT", "COMMAND"):
-                advice = "YAML reads yes, no, on and off as true or false; quote the text"
-                raise ConfigError([f"--config {path}: {name}: {advice}"])
-            if value is None or None in items or (isinstance(value, dict) and None in value):
-                raise ConfigError([f"--config {path}: {name}: has no value; give one, or leave the line out"])
-            texts = as_texts(value, action.nargs == "+")
-            together = "".join(texts)
-            if "\0" in together or together != together.encode(errors="replace").decode():
-                raise ConfigError([f"--config {path}: {name}: contains NUL or half of a surrogate pair; remove it"])
-            parser._check_value(action, texts)
-            action(parser, namespace, texts)
-
-
-class Switch(str):
-    """The text of a plain true, false, yes, no, on or off, which may be a name, such as Norway's."""
-
-
-class Texts(yaml.SafeLoader):
-    """A safe YAML loader that keeps values as they are written: 12:30 is not 750, and 1.10 is not 1.1.
-
-    A key that is given twice in a mapping is an error, not the later value.
-    """
-
-    yaml_implicit_resolvers = {
-        first: [(tag, form) for tag, form in found if tag.rpartition(":")[2] in ("bool", "null", "merge")]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node, deep=False):
-        names = [key.value for key, _ in node.value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.YAMLError(f"{twice[0]} is given twice")
-        return super().construct_mapping(node, deep)
-
-
-def switch(loader, node):
-    loader.construct_yaml_bool(node)  # raises KeyError for another text with the tag !!bool
-    return Switch(node.value)
-
-
-Texts.add_constructor("tag:yaml.org,2002:bool", switch)
-
-
-def as_texts(value, is_list):
-    """Return the text or texts that stand for a YAML value on the command line."""
-    if isinstance(value, dict):
-        return [f"{name}={weight}" for name, weight in value.items()]
-    if isinstance(value, list):
-        return list(map(str, value))
-    return [str(value)] if is_list else str(value)
 
 
 def read_value(entry, texts):
