@@ -7,7 +7,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from moh_lm.checks import config_problems
-from moh_lm.checks.run import schedule_problems
+from moh_lm.checks.schedule import schedule_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts

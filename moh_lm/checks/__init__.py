@@ -6,7 +6,7 @@ once.
 
 import torch
 
-from moh_lm.checks import attention, layout, model, run
+from moh_lm.checks import attention, layout, model, run, schedule
 from moh_lm.checks.plan import plan_warnings
 from moh_lm.data.mixture import data_problems
 
@@ -25,13 +25,13 @@ def config_problems(config, world_size, on_gpu=None):
         *data_problems(config.data),
         *run.optimizer_problems(config.optimizer),
         *run.split_problems(config),
-        *run.schedule_problems(config),
-        *run.decay_mix_problems(config),
+        *schedule.schedule_problems(config),
+        *schedule.decay_mix_problems(config),
         *run.frozen_problems(config),
         *run.router_problems(config),
         *run.run_problems(config.run),
         *run.backend_problems(config, on_gpu),
-        *run.warmup_problems(config),
+        *schedule.warmup_problems(config),
         *run.projection_problems(config),
         *run.kernel_problems(config, on_gpu),
         *run.graph_problems(config, on_gpu),

@@ -5,6 +5,7 @@ import math
 from moh_lm.checks import run as checks
 from moh_lm.checks.model import form_problems, warmup_problems
 from moh_lm.checks.ranges import below
+from moh_lm.checks.schedule import schedule_problems
 from moh_lm.config import flag, walk
 from moh_lm.units import words
 from moh_lm.vision.augment import STRONGEST
@@ -42,7 +43,7 @@ def image_problems(config, of_sizes, world_size, on_gpu):
     found += of_sizes
     found = found or head_problems(model)
     found += checks.optimizer_problems(config.optimizer) + checks.frozen_problems(config)
-    found += checks.schedule_problems(config) + checks.compile_problems(run, on_gpu)
+    found += schedule_problems(config) + checks.compile_problems(run, on_gpu)
     found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
     found += data_problems(config.data) + run_problems(run) + batch_problems(run, world_size)
     if config.optimizer.train_only != "all" and run.ema_decay:

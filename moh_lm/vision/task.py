@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh_lm.checks.run import profile_problems, schedule_problems
+from moh_lm.checks.run import profile_problems
+from moh_lm.checks.schedule import schedule_problems
 from moh_lm.config import raise_any
 from moh_lm.cost.flops import BACKWARD
 from moh_lm.cost.summary import describe_layout

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from moh_lm.checks.run import decay_problems
+from moh_lm.checks.schedule import decay_problems
 from moh_lm.config import OptimizerConfig
 from moh_lm.data.files import read_json, write_json
 from moh_lm.flags import parse_config
