@@ -12,7 +12,6 @@ Removal begins with a rename, so half a step never looks like a step.
 
 import os
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -35,13 +34,13 @@ from moh_lm.checkpoint.directory import (
 )
 from moh_lm.checkpoint.fragments import metadata_of
 from moh_lm.checkpoint.manifest import is_whole, verify, write_manifest
-from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files, tokenizer_contents
+from moh_lm.checkpoint.space import needed_bytes
+from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
-from moh_lm.parallel.consensus import all_ranks_or_raise, from_all_ranks, on_rank_zero, problems_of_all_ranks
+from moh_lm.parallel.consensus import from_all_ranks, on_rank_zero, problems_of_all_ranks
 from moh_lm.units import binary_size
 
-FILE_OVERHEAD = 1 << 20  # generous limit for a rank's bytes besides its tensors and the tokenizer
 ROUND_S = 1  # seconds after which ranks that wait for the files of others tell each other how far they are
 
 
@@ -276,39 +275,6 @@ def are_finite(tensors):
     be elsewhere: frozen or offloaded ones are in CPU memory."""
     bounds = [torch.stack(tensor.detach().aminmax()) for tensor in tensors]  # NaN propagates
     return torch.stack([pair.to(bounds[0].device) for pair in bounds]).isfinite().all(1)
-
-
-def needed_bytes(fragments, tokenizer):
-    """Return an upper limit for the bytes of a checkpoint: the files of all ranks, and the tokenizer of rank 0."""
-    owned = [tensor for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()]
-    files = tokenizer_contents(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else {}
-    sizes = [*map(len, files.values()), *(tensor.nbytes for tensor in owned)]
-    return sum(from_all_ranks(FILE_OVERHEAD + sum(sizes)))
-
-
-def check_space(directory, fragments, tokenizer):
-    """Raise ConfigError unless every rank can write there and there is room for two more checkpoints, or for one more
-    if one exists."""
-    need = needed_bytes(fragments, tokenizer)
-    steps, free = on_rank_zero(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
-    copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
-    if free < copies * need:
-        raise ConfigError([
-            f"--checkpoint-dir {Path(directory).parent}: no space left: {binary_size(free)} are free, and {copies} "
-            f"checkpoint{'s' * (copies > 1)} of {binary_size(need)} must fit; make room, or give a directory on a "
-            "larger disk"
-        ])
-    on_rank_zero(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
-    all_ranks_or_raise(lambda: write_a_byte(directory))
-
-
-def write_a_byte(directory):
-    """Raise OSError, with the path, if no file can be written in ``directory``. Leaves no file."""
-    try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            file.write(b"0")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
 def find_step(path):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, check_space
+from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver
+from moh_lm.checkpoint.space import check_space
 from moh_lm.cost.summary import describe_switch
 from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT, Alarms, Announcer

@@ -14,7 +14,7 @@ import shutil
 import pytest
 import torch
 
-from moh_lm.checkpoint import manifest, saver
+from moh_lm.checkpoint import manifest, saver, space
 from moh_lm.checkpoint.directory import discard, newest_model
 from moh_lm.checkpoint.fragments import Fragment, FragmentReader, full_parameters
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, read_entries, verify
@@ -295,7 +295,7 @@ def stale(file, path=None):
 
 
 def fill_disk(flags, free_bytes):
-    saver.free_bytes = lambda directory: free_bytes
+    space.free_bytes = lambda directory: free_bytes
     try:
         run(flags)
     except (CheckpointError, ConfigError) as error:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moh_lm.checkpoint import manifest, saver, writing
+from moh_lm.checkpoint import manifest, saver, space, writing
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.checkpoint.fragments import Fragment, FragmentReader
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, verify
@@ -161,9 +161,9 @@ def test_a_file_system_that_is_away_is_said_to_be(tmp_path, monkeypatch):
 
 def test_the_files_of_the_tokenizer_need_room_too(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(saver, "from_all_ranks", lambda value: [value])
+    monkeypatch.setattr(space, "from_all_ranks", lambda value: [value])
     (tmp_path / "tokenizer.json").write_bytes(bytes(3_000_000))
-    needed = [saver.needed_bytes([], tokenizer) for tokenizer in (tmp_path / "tokenizer.json", None)]
+    needed = [space.needed_bytes([], tokenizer) for tokenizer in (tmp_path / "tokenizer.json", None)]
     assert needed[0] - needed[1] == 3_000_000
     (tmp_path / "tokenizer.json").unlink()  # the data are out of reach
     files = writing.rank_0_files(2, Config(), {}, tmp_path / "tokenizer.json")

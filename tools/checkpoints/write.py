@@ -11,7 +11,7 @@ import torch
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
 from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS, safetensors_header
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, difference, read_entries
-from moh_lm.checkpoint.saver import free_bytes
+from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush, read_json
 from moh_lm.model.router import stored_dtype
