@@ -10,7 +10,8 @@ import pytest
 
 from moh_lm.flags import parse_config
 from moh_lm.monitor.report import tables
-from moh_lm.monitor.report.series import POINTS, RunRecord, training_seconds
+from moh_lm.monitor.report.curves import POINTS
+from moh_lm.monitor.report.series import RunRecord, training_seconds
 from tests.monitor.reported import STEPS, SURROUNDINGS
 
 

@@ -1,4 +1,4 @@
-"""The run report: reading the run directory (series), pictures, tables and the HTML page."""
+"""The run report: reading the run directory (series, curves), pictures, tables and the HTML page."""
 
 import sys
 from pathlib import Path

@@ -14,7 +14,8 @@ from matplotlib import colormaps
 from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import publish
 from moh_lm.monitor.report import pictures, tables
-from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, in_words
+from moh_lm.monitor.report.curves import HEAD_FIGURES
+from moh_lm.monitor.report.series import RunRecord, in_words
 
 QUIET = ("saved", "started")  # events without a row
 MARKS = (b'content="MoH-LM"', b"Software\0MoH-LM")  # near the beginning of our pages and pictures
