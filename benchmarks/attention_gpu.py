@@ -15,7 +15,7 @@ from benchmarks.timing import recorded, seconds
 from moh_lm.kernels import measured, triton_attention
 from moh_lm.kernels.gated_attention import TRITON, gated_attention
 from moh_lm.kernels.masks import document_bounds
-from moh_lm.model.router import select
+from moh_lm.model.router import top_k_mask
 
 # block of slots, block of keys, warps, stages
 CANDIDATES = {
@@ -66,7 +66,7 @@ def make(shape, length, device, dtype, seed=0, batch=1):
     tensors = [normal(length, batch, n, head_dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
     tensors.append(normal(length, batch, heads).abs())
     upstream = normal(length, batch, heads, head_dim).to(dtype)
-    routed = select(normal(length, batch, heads - heads // 4), heads // 4)
+    routed = top_k_mask(normal(length, batch, heads - heads // 4), heads // 4)
     return [tensor.requires_grad_() for tensor in tensors], upstream, F.pad(routed, (heads // 4, 0), value=1)
 
 

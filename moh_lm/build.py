@@ -164,20 +164,8 @@ def build_attention(config, layer_index, settings):
     heads = HeadPartition(of.num_attention_heads, config.always_on_heads(layer_index), group)
     local = of.num_attention_heads // group_size(group)
     exchange = UlyssesExchange(local, heads.num_always_on, context) if context else None
-    core = {
-        "backend": BACKENDS[settings.backend(layer_index)],
-        "window": of.window[layer_index],
-        "num_shared": (exchange or heads).num_always_on,
-        "own_keys": config.own_keys(layer_index),
-    }
-    counted = None
-    if of.position[layer_index] == "cope":
-        counted = ContextualPositions(of, INIT_STD, heads, exchange)
-        core = CoPECore(counted, **core | {"backend": None})  # which needs all scores
-    elif settings.backend(layer_index) == "groups":
-        core = HeadsInGroups(config.active_heads(layer_index) // of.num_key_value_heads, **core)
-    else:
-        core = (LatentCore if of.attention == "latent" else CoreAttention)(**core)
+    counted = ContextualPositions(of, INIT_STD, heads, exchange) if of.position[layer_index] == "cope" else None
+    core = build_core(config, layer_index, (exchange or heads).num_always_on, counted, settings)
     router = build_router(of, layer_index, heads, core, init_std, loss_terms(config), settings)
     kind, positions = attention_kind(of, layer_index, router, core, settings), RotaryPositions
     rotary = rotary_of(of, layer_index)
@@ -191,6 +179,17 @@ def build_attention(config, layer_index, settings):
     if counted is not None:
         attention.add_module("cope", counted)
     return attention
+
+
+def build_core(config, layer_index, num_shared, counted, settings):
+    """Return the ``CoreAttention`` of a layer. counted: its ``ContextualPositions``, or None."""
+    of, name = config.of_layer(layer_index), settings.backend(layer_index)
+    options = dict(window=of.window[layer_index], num_shared=num_shared, own_keys=config.own_keys(layer_index))
+    if counted is not None:
+        return CoPECore(counted, **options)  # without a backend, because it needs all scores
+    if name == "groups":
+        return HeadsInGroups(config.active_heads(layer_index) // of.num_key_value_heads, **options)
+    return (LatentCore if of.attention == "latent" else CoreAttention)(BACKENDS[name], **options)
 
 
 def build_router(config, layer_index, heads, core, init_std, terms, settings):

@@ -60,6 +60,7 @@ MEASURED = read()
 
 TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # head dimensions with kernels in moh_lm.kernels.triton_attention
 
+
 def measurement(device, dtype):
     """Return the ``Measurement`` that applies to ``device``, or None."""
     key = key_of(device, dtype)

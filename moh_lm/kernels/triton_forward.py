@@ -27,8 +27,8 @@ wanted are positions, and ``seq`` for rows that are not selected. stride_qs, _qb
 the heads of q; stride_k of k and v, stride_g of gates, stride_o of out and of its gradient. What the kernels write are
 the last heads of contiguous tensors with ``width`` heads, query or key/value heads. SCALE = 1 / sqrt(e), SCALE2 = SCALE
 / ln 2, for powers of two; D1 + D2 = e; GROUP query heads share a key/value head. A name that ends in 1 or 2 is the part
-of a matrix in the first D1 or the last D2 columns. WIDE: fp32 or fp64. INDEX: int64 for
-tensors too large for 32-bit addresses, else int32, which saves half of the instructions for addresses.
+of a matrix in the first D1 or the last D2 columns. WIDE: fp32 or fp64. INDEX: int64 for tensors too large for 32-bit
+addresses, else int32, which saves half of the instructions for addresses.
 """
 
 import triton

@@ -54,10 +54,13 @@ class Attention(nn.Module):
         routing = self.router(x, inputs, replay)
         x = gather_sequence(x, self.o_proj.group)  # [s, b, d]
         table = self.positions.table(x)
-        query, key, value = self.project(x, table)
+        return self.attend(x, *self.project(x, table), table, routing, mask), routing
+
+    def attend(self, x, query, key, value, table, routing, mask):
+        """Return the output [s/tp, b, d] for x [s, b, d], given its projections and the ``RouterOutput``."""
         query = self.positions.query(self.q_norm(query), table)
         heads = self.core_attention(query, key, value, routing.gates, routing.selected, mask)  # g_i H_i
-        return self.output(heads, x), routing
+        return self.output(heads, x)
 
     def output(self, heads, x):
         """Project the gated heads [s, b, h/tp, e] to [s/tp, b, d]. x: [s, b, d], the input of the projections."""

@@ -12,9 +12,7 @@ class QueryNormAttention(Attention):
         table = self.positions.table(x)
         query, key, value = self.project(x, table)
         routing = self.router(self.norms(query), inputs, replay)
-        query = self.positions.query(self.q_norm(query), table)
-        heads = self.core_attention(query, key, value, routing.gates, routing.selected, mask)
-        return self.o_proj(heads.flatten(2)), routing
+        return self.attend(x, query, key, value, table, routing, mask), routing
 
     def norms(self, query):
         """Map this rank's queries [s, b, h/tp, e] to the norms of all heads, [s, b, h]."""

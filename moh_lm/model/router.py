@@ -50,9 +50,10 @@ BIAS = "bias_steps"  # n: counts, so that neither a precision nor an order of su
 class RouterOutput(NamedTuple):
     """What a router returns for its tokens.
 
-    gates: [s, b, h/tp], fp32 or wider; None if all are 1. selected: [s, b, h/tp], 1 for heads in use, else 0; None if
-    all are used or gates of 0 mark the others. loss: a scalar that is summed over the tp ranks, or None. rows: [b, 4 +
-    E], see balance.py, or None. selection: [s/tp, b, E], 1 for selected routed experts, else 0.
+    gates: [s, b, h/tp], fp32 or wider, or 0 and 1 in the dtype of x; None if all are 1. selected: [s, b, h/tp], 1 for
+    heads in use, else 0; None if all are used or gates of 0 mark the others. loss: a scalar that is summed over the tp
+    ranks, or None. rows: [b, 4 + E], see balance.py, or None. selection: [s/tp, b, E], 1 for selected routed experts,
+    else 0.
     """
 
     gates: torch.Tensor | None = None
@@ -199,13 +200,13 @@ class HeadRouter(Gates):
         """
         if inputs.dense_warmup:
             return self.dense_warmup_output(x)
-        shared, scores, kinds = self.scores(x)
+        shared, scores, types = self.scores(x)
         shared = self.form.shared_gates(shared)
         probability = self.form.probability(scores)
         selection = self.select(self.ranking(scores, probability, inputs.samples), replay)  # [s/tp, b, E]
         gates, a1 = self.form.routed_gates(scores, probability, selection), None
         if self.form.two_stage:
-            a1, a2 = self.form.type_weights(kinds)
+            a1, a2 = self.form.type_weights(types)
             shared, gates = shared * a1, gates * a2
         if self.layer.num_shared:
             gates = self.form.in_order(shared, gates)  # [s/tp, b, n]
@@ -242,7 +243,7 @@ class HeadRouter(Gates):
             selection = (ranking > 0).to(ranking)
         else:
             rivals, k = self.form.rivals(ranking), self.form.layer.num_active
-            selection = select(rivals, k, self.layer.top_p, self.ranked_in_bf16).reshape(ranking.shape)
+            selection = top_k_mask(rivals, k, self.layer.top_p, self.ranked_in_bf16).reshape(ranking.shape)
         return selection if replay is None else torch.where(*replay, selection)
 
     def loss(self, scores, probability, selection, gates, a1, inputs):
@@ -297,7 +298,7 @@ def stored_dtype(name, dtype):
     return torch.int32 if name.endswith(BIAS) else dtype
 
 
-def select(scores, k, top_p=None, in_bf16=False):
+def top_k_mask(scores, k, top_p=None, in_bf16=False):
     """Return 1 for the k largest scores of each token, else 0: [..., E]. If scores are equal, the lower index comes
     first.
 

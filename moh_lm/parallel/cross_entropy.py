@@ -104,7 +104,7 @@ def torch_differentiate(logits, labels, partition, group, z_loss, count):
 
 
 def most_likely(z, partition, group):
-    """The ids of the largest logits, int64 [tokens], equal on every rank."""
+    """Return the ids of the largest logits, int64 [tokens], equal on every rank."""
     values, columns = z.max(-1)
     largest, ids = values.clone(), columns + partition.ranges[0][0]
     all_reduce(largest, dist.ReduceOp.MAX, group)

@@ -1,8 +1,8 @@
 """Parallel layers: each rank holds a slice of each weight matrix (Shoeybi et al. 2019).
 
-A parameter carries its own description: ``partition`` says which rows or columns of the whole parameter this rank
-holds, ``init_std`` or ``init_value`` says how it is initialised. Initialisation, checkpoints and export read these
-attributes and need to know neither names nor layers.
+A parameter carries its own description: ``tensor_partition`` says which rows or columns of the whole parameter
+this rank holds, ``init_std`` or ``init_value`` says how it is initialised. Initialisation, checkpoints and export read
+these attributes and need to know neither names nor layers.
 
 Shapes: s sequence, b batch, tp ranks of the tensor-parallel group. Weights are [output, input] as in torch.nn.Linear.
 """

@@ -18,17 +18,17 @@ import torch.distributed as dist
 
 
 def gather_sequence(shard, group):
-    """[s/tp, ...] -> [s, ...]; the gradients of all ranks are summed back into the shards."""
+    """Gather [s/tp, ...] to [s, ...]; the gradients of all ranks are summed back into the shards."""
     return shard if group is None else Collective.apply(shard, group, all_gather, reduce_scatter)
 
 
 def gather_heads(shard, group):
-    """[..., h/tp] -> [..., h], rank after rank; the gradients of all ranks are summed back into the shards."""
+    """Gather [..., h/tp] to [..., h], rank after rank; the gradients of all ranks are summed back into the shards."""
     return shard if group is None else gather_sequence(shard.movedim(-1, 0), group).movedim(0, -1)
 
 
 def scatter_sum(partial, group):
-    """Partial sums [s, ...] -> sums [s/tp, ...]."""
+    """Sum partial sums [s, ...] over the ranks, to [s/tp, ...]."""
     return partial if group is None else Collective.apply(partial, group, reduce_scatter, all_gather)
 
 
@@ -38,7 +38,7 @@ def replicate(weight, group):
 
 
 def exchange(parts, group):
-    """Part i of [cp, ...] goes to rank i, and part i of the result comes from rank i; gradients go the other way."""
+    """Send part i of [cp, ...] to rank i, and receive part i of the result from it; gradients go the other way."""
     return Collective.apply(parts, group, all_to_all, all_to_all)
 
 

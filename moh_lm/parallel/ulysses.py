@@ -39,21 +39,21 @@ class ContextGroups(NamedTuple):
 
 
 def local_shard(tensor, context):
-    """Return the tokens of this rank: [b, s] -> [b, s/cp]."""
+    """Return the tokens of this rank, [b, s/cp] of [b, s]."""
     return tensor if context is None else tensor.chunk(context.size(), dim=1)[context.rank()]
 
 
 def order_of_ranks(num_heads, leading, size):
-    """Head numbers in the order of the ``size`` ranks: for each rank its leading heads, then its others."""
+    """Return head numbers in the order of the ``size`` ranks: for each rank its leading heads, then its others."""
     parts = [range(leading), range(leading, num_heads)]
     shares = [(part, len(part) // size) for part in parts]
     return [head for rank in range(size) for part, n in shares for head in part[rank * n : (rank + 1) * n]]
 
 
 def keys_of_ranks(order, shared_by, size):
-    """Numbers of the key/value heads, each shared by ``shared_by`` heads, that the ranks' heads need, in the ``order``
-    of these heads. Each entry serves the same number of consecutive heads, so a key/value head may occur more than
-    once."""
+    """Return the numbers of the key/value heads, each shared by ``shared_by`` heads, that the ranks' heads need, in the
+    ``order`` of these heads. Each entry serves the same number of consecutive heads, so a key/value head may occur more
+    than once."""
     keys, share = [head // shared_by for head in order], len(order) // size
     ranks = [keys[first : first + share] for first in range(0, len(keys), share)]
     return keys[:: math.gcd(*(len(list(run)) for rank in ranks for _, run in groupby(rank)))]
@@ -86,8 +86,8 @@ class UlyssesExchange:
         return picked(per_head, 0, self.order).chunk(self.size)[self.context.rank()]
 
     def to_heads(self, *tensors):
-        """Each [s/cp, b, heads, width] -> [s, b, heads/cp, width], in one message; of one dtype. Fewer heads than
-        ``num_heads`` are key/value heads: those that several ranks need are copied (``keys_of_ranks``)."""
+        """Exchange each [s/cp, b, heads, width] for [s, b, heads/cp, width], in one message; of one dtype. Fewer heads
+        than ``num_heads`` are key/value heads: those that several ranks need are copied (``keys_of_ranks``)."""
         parts = []
         for tensor in tensors:
             order = keys_of_ranks(self.order, self.num_heads // tensor.shape[2], self.size)
@@ -101,7 +101,7 @@ class UlyssesExchange:
         return [part.unflatten(2, shape).contiguous() for part, shape in zip(split, shapes, strict=True)]
 
     def to_tokens(self, heads):
-        """[s, b, h/cp, e] -> [s/cp, b, h, e]."""
+        """Exchange [s, b, h/cp, e] for [s/cp, b, h, e]."""
         received = exchange(heads.unflatten(0, (self.size, -1)), self.context.ranks)  # [cp, s/cp, b, h/cp, e]
         return picked(received.movedim(0, 2).flatten(2, 3), 2, self.places)
 

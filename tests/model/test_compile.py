@@ -99,13 +99,13 @@ def test_recomputed_layers_keep_their_selection(name, compiled, monkeypatch, cou
     if compiled:
         compile_layers(model, backend="aot_eager")
     expected = loss_and_gradients(plain, tokens_of(0))
-    choose = router_module.select
+    choose = router_module.top_k_mask
 
     def turned(scores, *others):
         return choose(torch.where(second_pass, -scores, scores), *others)
 
     second_pass = torch.tensor(False)
-    monkeypatch.setattr(router_module, "select", turned)
+    monkeypatch.setattr(router_module, "top_k_mask", turned)
     loss, _ = model(tokens_of(0)[:, :-1], tokens_of(0)[:, 1:])
     second_pass.fill_(True)
     loss.backward()

@@ -15,7 +15,7 @@ from moh_lm.model.balance import BALANCE
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.gates import FORMS
 from moh_lm.model.initial_gates import gates_of_one, layer_gates
-from moh_lm.model.router import GatedHeads, HeadRouter, SelectionReplay, select
+from moh_lm.model.router import GatedHeads, HeadRouter, SelectionReplay, top_k_mask
 from moh_lm.model.transformer import initialize
 from tests.layers import draw_tokens, vivid_layer
 from tests.model.test_router import CASES, D, make_config
@@ -24,9 +24,9 @@ from tests.reference import attention_maps, weighted_heads
 
 def test_equal_scores_select_the_lower_heads():
     scores = torch.tensor([[0.2, 0.5, 0.5, 0.5, 0.2], [1.0, 1.0, 1.0, 1.0, 1.0]])
-    assert select(scores, 1).tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
-    assert select(scores, 2).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
-    assert select(scores, 4, top_p=0.3).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert top_k_mask(scores, 1).tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert top_k_mask(scores, 2).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert top_k_mask(scores, 4, top_p=0.3).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_equal_scores_select_the_lower_heads():
 )
 def test_top_p_selects_the_fewest_heads_that_add_up_to_it(top_p, k, expected):
     probabilities = torch.tensor([[0.15, 0.5, 0.05, 0.3], [0.25] * 4, [0.0, 0.0, 0.0, 1.0]], dtype=torch.double)
-    assert select(probabilities.log(), k, top_p).tolist() == expected
+    assert top_k_mask(probabilities.log(), k, top_p).tolist() == expected
 
 
 @pytest.mark.parametrize("case", ["top-p, groups", "groups, released"])
