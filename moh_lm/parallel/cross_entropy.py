@@ -15,6 +15,8 @@ Each rank sees its own slice of z; the maximum, the sum and the logit of the lab
 rank ever holds all logits of a token. Softmax and sums over tokens are fp32 or wider.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -33,7 +35,10 @@ def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0, differ
     this rank's part of a sum over the ranks.
     """
     rows, targets, with_gradients = x.flatten(0, -2), labels.flatten(), torch.is_grad_enabled()
-    settings = (partition, group, z_loss, differentiate or torch_differentiate, with_gradients)
+    differentiate = differentiate or torch_differentiate
+    if not with_gradients:
+        differentiate = partial(losses_or_tokens, differentiate)
+    settings = (partition, group, z_loss, differentiate, with_gradients)
     mean, losses = LinearCrossEntropy.apply(rows, weight, targets, *settings)
     return mean, losses.view(labels.shape)
 
@@ -44,21 +49,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         losses, squares = torch.zeros(2, len(x), dtype=wide, device=x.device)
         x_gradient, weight_gradient = torch.empty_like(x) if with_gradients else None, None
+        trained = with_gradients and ctx.needs_input_grad[1]
         chunk = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             z = x[rows] @ weight.t()  # [tokens, vocab/tp]
             if partition.padding:
                 z[:, -partition.padding :] = -torch.inf
-            wanted = labels[rows] == MOST_LIKELY
-            ids = most_likely(z, partition, group) if not with_gradients and wanted.any() else 0
             count = len(x) if with_gradients else None
             losses[rows], logsumexp = differentiate(z, labels[rows], partition, group, z_loss, count)
-            losses[rows] = torch.where(wanted, ids, losses[rows])
             if z_loss:
                 squares[rows] = logsumexp.square().masked_fill(labels[rows] == IGNORED, 0)
             if with_gradients:
                 torch.mm(z, weight, out=x_gradient[rows])
+            if trained:
                 product = z.t() @ x[rows]
                 weight_gradient = product if weight_gradient is None else weight_gradient.to(wide).add_(product)
             z = product = None  # before the next chunk has its own
@@ -71,8 +75,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         x_gradient, weight_gradient = ctx.gradients
         ctx.gradients = None  # they are large, and changed in place
         x_gradient *= gradient
-        weight_gradient *= gradient
-        return x_gradient, weight_gradient.to(x_gradient.dtype), *[None] * 6
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.mul_(gradient).to(x_gradient.dtype)
+        return x_gradient, weight_gradient, *[None] * 6
 
 
 def torch_differentiate(logits, labels, partition, group, z_loss, count):
@@ -101,6 +106,14 @@ def torch_differentiate(logits, labels, partition, group, z_loss, count):
         z.scatter_add_(-1, column, -here.to(z.dtype).unsqueeze(-1) / count)
         logits.copy_(z)
     return losses, logsumexp
+
+
+def losses_or_tokens(differentiate, z, labels, partition, group, z_loss, count):
+    """Return what ``differentiate`` does, with the most likely tokens in place of losses where labels ask for them."""
+    asked = labels == MOST_LIKELY
+    ids = most_likely(z, partition, group) if asked.any() else None  # first, because the logits are overwritten
+    losses, logsumexp = differentiate(z, labels, partition, group, z_loss, count)
+    return losses if ids is None else torch.where(asked, ids, losses), logsumexp
 
 
 def most_likely(z, partition, group):
