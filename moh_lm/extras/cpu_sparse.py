@@ -200,8 +200,8 @@ class ProjectRows(torch.autograd.Function):
         def weight_gradient(head, start, stop):
             torch.mm(gradient[start:stop].t(), flat.index_select(0, rows.token[start:stop]), out=of_head[head])
 
-        dx = add_up(gradient, weight, rows, weight_gradient)
-        return dx.to(x.dtype), dw, None
+        dx = add_up(gradient, weight, rows, weight_gradient if ctx.needs_input_grad[1] else None)
+        return dx.to(x.dtype), dw if ctx.needs_input_grad[1] else None, None
 
 
 class SumRows(torch.autograd.Function):
@@ -216,7 +216,7 @@ class SumRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         heads, weight = ctx.saved_tensors
-        rows = ctx.rows
+        rows, trained = ctx.rows, ctx.needs_input_grad[1]
         gradient = gradient.flatten(0, 1)
         dheads, dw = torch.empty_like(heads), torch.empty_like(weight)
         size = heads.shape[1]
@@ -225,10 +225,11 @@ class SumRows(torch.autograd.Function):
             columns = slice(head * size, (head + 1) * size)
             picked = gradient.index_select(0, rows.token[start:stop])
             torch.mm(picked, weight[:, columns], out=dheads[start:stop])
-            dw[:, columns] = picked.t() @ heads[start:stop]
+            if trained:
+                dw[:, columns] = picked.t() @ heads[start:stop]
 
         in_threads(add_backward, rows.heads)
-        return dheads, dw, None
+        return dheads, dw if trained else None, None
 
 
 def add_up(values, weight, rows, also=None):

@@ -153,8 +153,11 @@ class JoinedProducts(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
         gradient = torch.cat(gradients, -1)
-        of_weights = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-        return gradient @ torch.cat(weights), *of_weights.split([len(weight) for weight in weights])
+        dx, of_weights = gradient @ torch.cat(weights), [None] * len(weights)
+        if any(ctx.needs_input_grad[1:]):
+            product = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+            of_weights = product.split([len(weight) for weight in weights])
+        return dx, *of_weights
 
 
 class ReplicatedLinear(ColumnParallelLinear):
