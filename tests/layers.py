@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from moh_lm.model.balance import BALANCE
-from tests.models import attend, make_layer
+from moh_lm.model.batch_context import RouterInputs
+from tests.models import make_layer
 from tests.reference import Layer, Rotary, Routing, assert_slopes, attention_layer, balance_loss, entropy, z_loss
 
 LENGTH, BATCH = 6, 2
@@ -52,12 +53,16 @@ def named(tensors):
     return {name.removeprefix("router.").removesuffix(".weight"): of.double().numpy() for name, of in tensors}
 
 
+def previous_share(config):
+    """Shares [E] that each routed expert of the first layer might have had in a previous step."""
+    return torch.linspace(0.1, 0.9, config.routed_layer(0).num_routed, dtype=torch.double)
+
+
 def router_losses(config, sequences):
     """beta L_b + zeta Z + gamma H of the routes of each sequence, and L_b of each, or of all together; 0 and None
     without routed heads."""
     heads, routing, every = config.heads, reference_layer(config).routing, sum(sequences, [])
-    uniform = np.full(len(every[0].probability), routing.active / max(1, routing.heads - routing.shared))
-    share = uniform if heads.load_balance_scope == "global_batch" else None
+    share = previous_share(config).numpy() if heads.load_balance_scope == "global_batch" else None
     pooled = [every] if heads.load_balance_scope == "micro_batch" else sequences
     losses = [balance_loss(routing, tokens, share) for tokens in pooled]
     if losses[0] is None:
@@ -71,7 +76,7 @@ def assert_equals_equations(layer, config):
     """Output, balance loss and every gradient of a layer are those of the equations."""
     x, upstream = draw_tokens(config.hidden_size, 2)
     x.requires_grad_()
-    output, routing = attend(layer, x)
+    output, routing = layer(x, RouterInputs(previous_share=previous_share(config)))
     ((output * upstream).sum() + (0 if routing.loss is None else routing.loss)).backward()
     shape, arrays = reference_layer(config), {"x": x.detach().numpy(), **named(layer.state_dict().items())}
 

@@ -19,8 +19,9 @@ class RouterInputs(NamedTuple):
 
     samples: int64 [b], the numbers of the sequences in the run, or None if unknown. dense_warmup: whether all heads
     have gate 1 for now. previous_share: float32 [E], the share of the previous step's tokens that selected each expert,
-    for ``--load-balance-scope global_batch``; None before the first step. l1: float32 [], the coefficient of the
-    balance loss in forms that adapt it; else None. micro_batches: number in a step, over which losses are averaged.
+    for ``--load-balance-scope global_batch``: uniform before the first step, None without an engine. l1: float32 [],
+    the coefficient of the balance loss in forms that adapt it; else None. micro_batches: number in a step, over which
+    losses are averaged.
     """
 
     samples: torch.Tensor | None = None

@@ -32,16 +32,15 @@ class FusedRouter(HeadRouter, Compared):
         if inputs.dense_warmup:
             return self.dense_warmup_output(x)
         says_selected = bool(self.layer.num_routed and (self.says_selected or not self.training))
-        gates, selected, selection, loss, rows = FusedRouting.apply(
-            x[..., : self.width],
-            *self.whole_weights(),
-            self.bias_steps,
-            *(replay or (None, None)),
-            self.previous_share(inputs, x),
-            (*self.routed, says_selected),
-            (inputs.micro_batches, *self.balanced),
-            self.slices,
-        )
+        x = x[..., : self.width]
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        given = x, *self.whole_weights(), self.bias_steps, *(replay or (None, None))
+        routed, loss, rows = (*self.routed, says_selected), None, None
+        if torch.is_grad_enabled():
+            balanced = self.previous_share(inputs), routed, (inputs.micro_batches, *self.balanced), self.slices
+            gates, selected, selection, loss, rows = FusedRouting.apply(*given, *balanced)
+        else:
+            gates, selected, selection, *_ = route(*given, *routed)
         if not self.layer.num_routed:
             return RouterOutput(self.local(gates), None, loss, rows)
         return RouterOutput(self.local(gates), self.local(selected) if says_selected else None, loss, rows, selection)
@@ -79,10 +78,7 @@ class FusedRouting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w_shared, w_routed, w_type, bias, use, replayed, share, routed, balanced, slices):
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        gates, selected, selection, scores, parts = route(
-            x, w_shared, w_routed, w_type, bias, use, replayed, *routed
-        )
+        gates, selected, selection, scores, parts = route(x, w_shared, w_routed, w_type, bias, use, replayed, *routed)
         whole = None
         if slices is not None and share is None:
             whole = parts[..., selection.shape[-1] : -3].sum(0)

@@ -52,8 +52,8 @@ class RouterOutput(NamedTuple):
 
     gates: [s, b, h/tp], fp32 or wider, or 0 and 1 in the dtype of x; None if all are 1. selected: [s, b, h/tp], 1 for
     heads in use, else 0; None if all are used or gates of 0 mark the others. loss: a scalar that is summed over the tp
-    ranks, or None. rows: [b, 4 + E], see balance.py, or None. selection: [s/tp, b, E], 1 for selected routed experts,
-    else 0.
+    ranks. rows: [b, 4 + E], see balance.py. Both are None without gradients, which alone need them. selection: [s/tp,
+    b, E], 1 for selected routed experts, else 0.
     """
 
     gates: torch.Tensor | None = None
@@ -156,9 +156,12 @@ class GatedHeads(Gates):
         if inputs.dense_warmup:
             return self.dense_warmup_output(x)
         gates = self.form.shared_gates(self.products(x, self.w_shared))
+        of_heads = self.local(self.per_head(gates))
+        if not torch.is_grad_enabled():
+            return RouterOutput(of_heads)
         losses = gates.new_zeros(gates.shape[1])
         rows = make_rows(losses, None, gates, gates.new_zeros(gates.shape[1], 0), self.copies)
-        return RouterOutput(self.local(self.per_head(gates)), None, losses.sum(), rows)
+        return RouterOutput(of_heads, None, losses.sum(), rows)
 
     def no_replay(self, x):
         """See ``AllHeads``."""
@@ -210,7 +213,9 @@ class HeadRouter(Gates):
             shared, gates = shared * a1, gates * a2
         if self.layer.num_shared:
             gates = self.form.in_order(shared, gates)  # [s/tp, b, n]
-        loss, rows = self.loss(scores, probability, selection, gates, a1, inputs)
+        loss = rows = None
+        if torch.is_grad_enabled():
+            loss, rows = self.loss(scores, probability, selection, gates, a1, inputs)
         says_selected = self.layer.num_routed and (self.says_selected or not self.training)
         selected = self.heads_in_use(selection) if says_selected else None
         return RouterOutput(self.local(self.per_head(gates)), selected, loss, rows, selection)
@@ -228,13 +233,13 @@ class HeadRouter(Gates):
 
     def ranking(self, scores, probability, samples):
         """Return the values that rank the experts, [s/tp, b, E]: noisy scores, or affinities with their bias."""
-        scores, probability = scores.detach(), probability.detach()
-        if self.noise is not None and self.training and samples is not None:
+        scores = scores.detach()
+        noisy = self.noise is not None and self.training and samples is not None
+        if noisy:
             scores = scores + self.noise.draw(samples, self.first_slice * scores.shape[0], scores)
-            probability = self.form.probability(scores)
         if self.bias_steps is None:
             return scores
-        affinity = self.form.affinity(scores, probability)
+        affinity = self.form.affinity(scores, self.form.probability(scores) if noisy else probability.detach())
         return affinity + self.bias_rate * self.bias_steps.to(affinity)
 
     def select(self, ranking, replay):
@@ -249,7 +254,7 @@ class HeadRouter(Gates):
     def loss(self, scores, probability, selection, gates, a1, inputs):
         """Return beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
         size, terms = group_size(self.slices), self.loss_terms * inputs.micro_batches
-        previous, together = self.previous_share(inputs, selection), self.scope == "micro_batch"
+        previous, together = self.previous_share(inputs), self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selection, self.slices, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
@@ -261,11 +266,8 @@ class HeadRouter(Gates):
             loss = loss + self.z_coefficient / terms * (self.form.rivals(scores).logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, gates, selections, self.copies)
 
-    def previous_share(self, inputs, like):
+    def previous_share(self, inputs):
         """Return f of Eq. 7 where it is that of the whole previous step, [E]; else None."""
-        if self.scope == "global_batch" and inputs.previous_share is None:
-            wide = torch.promote_types(like.dtype, torch.float32)
-            return like.new_full((self.layer.num_routed,), self.layer.uniform_load, dtype=wide)
         return inputs.previous_share if self.scope == "global_batch" else None
 
     def move_bias(self, counts):

@@ -54,8 +54,8 @@ def router_of(routing, heads, shared, active, kv=1, width=40, unit="head", scope
 
 def results(router, forward, x, upstream, replay=None):
     """The ``RouterOutput`` of a form of the router, less what is None, and the gradients of x and of the weights."""
-    x = x.detach().requires_grad_()
-    output = forward(router, x, RouterInputs(micro_batches=3), replay)
+    x, share = x.detach().requires_grad_(), torch.linspace(0.1, 0.9, router.layer.num_routed)
+    output = forward(router, x, RouterInputs(micro_batches=3, previous_share=share), replay)
     total = (output.gates * upstream).sum() + 3 * output.loss
     return [part for part in output if part is not None], torch.autograd.grad(total, [x, *router.parameters()])
 
@@ -166,11 +166,15 @@ def check_launches():
         output = router(x, RouterInputs())
     with Operations() as backward:
         torch.autograd.grad((output.gates, output.loss), (x, *router.parameters()), (upstream, one))
+    with torch.no_grad(), Operations() as alone:
+        found = router(x, RouterInputs())
+    assert found.loss is None and found.rows is None and found.gates.equal(output.gates)
+    assert alone.names == ["forward_kernel"]
     assert forward.names == ["forward_kernel", "finish_kernel"]
     assert backward.names == ["backward_kernel", "weights_kernel"]
 
 
-def test_a_pass_is_two_launches_and_its_backward_pass_two(interpreter):
+def test_a_pass_is_two_launches_or_one_without_gradients_and_its_backward_pass_two(interpreter):
     interpreter(check_launches)
 
 

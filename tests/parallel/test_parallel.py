@@ -48,9 +48,13 @@ def train_once(name):
     joined = group is not None and "joined" in name
     settings = dict(group=group, fused_projections=joined, z_loss=0.01 if "z-loss" in name else 0.0)
     model = make_model(config, scale=10, seed=5, **settings)
+    shares = {layer.index: torch.linspace(0.1, 0.9, layer.num_routed) for layer in config.routed_layers()}
+    model.batch.set_shares(shares)  # of a previous step
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
     mean, losses = model(tokens[:, :-1], tokens[:, 1:])
+    with torch.no_grad():
+        assert model.eval()(tokens[:, :-1], tokens[:, 1:])[1].equal(losses)
     mean.backward()
     rows = [block.rows.take() for block in modules_of(model)]
     for of_layer in rows if group is not None and rows[0] is not None else ():
