@@ -9,8 +9,6 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-import yaml
-
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.actions import FlagsOfFile, LaterWins
 from moh_lm.cli.parser import Parser
@@ -143,6 +141,8 @@ def model_of_run(directory, config_type=Config):
 def save_config(given, path):
     """Write the given flags to a file for ``--config``. A comment names what their launch script adds on a GPU. Raises
     ConfigError."""
+    import yaml  # see moh_lm/cli/actions.py
+
     values = {"preset": given.preset} if given.preset else {}
     values |= {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

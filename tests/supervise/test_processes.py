@@ -4,6 +4,7 @@ import importlib
 import os
 import resource
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -140,6 +141,15 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
         pretrain.main(["--dry-run"])
     said = "moh_lm.pretrain: the package no_such_package is not installed: source .venv/bin/activate, or pip install -e"
     assert capsys.readouterr().err.splitlines()[-1].startswith(said)
+
+
+def test_the_command_line_is_read_without_yaml_and_a_file_names_it(tmp_path):
+    (tmp_path / "a.yaml").write_text("num_layers: 2\n")
+    without = "import sys; sys.modules['yaml'] = None; from moh_lm import pretrain; pretrain.main()"
+    for given, code, said in (["--help"], 0, ""), (["--config", "a.yaml"], 2, "the package yaml is not installed"):
+        command = [sys.executable, "-c", without, *given]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert result.returncode == code and said in result.stderr and result.stderr.count("\n") == code // 2
 
 
 def test_a_wrong_variable_is_named_once_per_node(monkeypatch, capsys):
