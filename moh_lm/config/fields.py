@@ -79,7 +79,7 @@ def in_words(wanted, value=None):
     if isinstance(value, int) and value > LARGEST:
         return "below 2^63"
     if get_origin(wanted) is tuple:
-        return f"a list of {in_words(get_args(wanted)[0]).removeprefix('a ')}s"
+        return f"a list of {in_words(get_args(wanted)[0]).removeprefix('a ').removesuffix('s')}s"
     return " or ".join(map(in_words, get_args(wanted))) or IN_WORDS.get(wanted, "null")
 
 

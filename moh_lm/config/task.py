@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from moh_lm.config.fields import ConfigError, build, fits, in_words, raise_any, walk
-from moh_lm.config.heads import HeadsOfLayers
-from moh_lm.config.model import OF_LAYERS
+from moh_lm.config.heads import BUDGETS, HeadsOfLayers
+from moh_lm.config.model import OF_LAYERS, ModelConfig
 from moh_lm.config.run import AlarmConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunBase
 from moh_lm.parsing import read_json
 
@@ -109,4 +109,18 @@ class TaskConfig:
             for name, kind in kinds.items()
             if not fits(values[name], kind)
         ])
-        return cls.from_dict(values)
+        try:
+            config = cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
+        raise_any([f"{path}: {problem}; restore the file" for problem in uneven(config.model)])
+        return config
+
+
+def uneven(model):
+    """Return sentences about settings of a model that have neither one entry nor one for each layer."""
+    names = (*OF_LAYERS, "window", "position") if isinstance(model, ModelConfig) else ()
+    names += BUDGETS if model.heads.head_selection != "all" else ()
+    values, layers = vars(model) | vars(model.heads), model.num_layers
+    counts = {name: len(values[name]) for name in names if isinstance(values[name], tuple)}
+    return [f"{name} has {of} entries for {layers} layers" for name, of in counts.items() if of not in (1, layers)]

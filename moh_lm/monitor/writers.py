@@ -29,7 +29,7 @@ class Writers:
     def __init__(self, directory, first_step, project="", settings=None):
         self.tensorboard = self.wandb = None
         threading.excepthook = report_thread
-        with self.optional("tensorboard", OSError):
+        with self.optional("tensorboard", (OSError, UnicodeError)):  # a path may have bytes that are not text
             purge_step = first_step + 1 if first_step else 0
             self.tensorboard = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
         if project:
@@ -61,7 +61,7 @@ class Writers:
         self.tell_wandb("alert", title="alarm", text=text)
 
     def draw(self, method, *arguments, **more):
-        with self.optional("tensorboard", OSError):
+        with self.optional("tensorboard", (OSError, UnicodeError)):
             if self.tensorboard is not None:
                 getattr(self.tensorboard, method)(*arguments, **more)
 

@@ -170,6 +170,24 @@ def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
         RunRecord(tmp_path)
 
 
+def test_a_file_of_a_run_that_cannot_be_read_is_not_taken_for_the_page(runs, tmp_path, capsys):
+    shutil.copy(runs.first / "config.json", tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert run_report.main([str(tmp_path)]) == 2
+    said = f"{tmp_path}/metrics.jsonl: cannot be read (Is a directory); make it readable"
+    assert capsys.readouterr().err == f"run_report: {said}\n"
+
+
+def test_a_list_that_does_not_fit_the_layers_is_one_line(runs, tmp_path, capsys):
+    shutil.copytree(runs.first, tmp_path, dirs_exist_ok=True)
+    values = json.loads((runs.first / "config.json").read_text())
+    layers = values["num_layers"] + 1
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_layers": layers}))
+    assert run_report.main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/config.json: window has {layers - 1} entries for {layers} layers; restore the file" in said
+
+
 def test_a_page_that_cannot_be_written_is_one_line(runs, capsys):
     assert run_report.main([str(runs.first), "--output", "/proc/x.html"]) == 2
     assert capsys.readouterr().err.startswith("run_report: --output /proc/x.html: cannot be written")

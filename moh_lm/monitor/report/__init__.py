@@ -18,4 +18,4 @@ def report_run(directory, config_type, progress):
     except ModuleNotFoundError as error:
         print(f"no {path}: {error.name} is not installed; pip install matplotlib jinja2", file=sys.stderr, flush=True)
     except Exception as error:
-        print(f"no {path}: {error}", file=sys.stderr, flush=True)
+        print(f"no {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr, flush=True)

@@ -34,7 +34,10 @@ def write_page(directories, output, config_type=Config, with_png=False, replaces
     called for each row that is read. Raises ConfigError if a directory is not that of a run, or such a file is in the
     way, OSError if one cannot be written.
     """
-    runs = [RunRecord(directory, config_type, progress) for directory in directories]
+    try:
+        runs = [RunRecord(directory, config_type, progress) for directory in directories]
+    except OSError as error:
+        raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error
     is_one = len(runs) == 1
     figures = figures_of_run(runs[0]) if is_one else figures_of_comparison(runs)
     has_bits = any(run.last_evaluation and "evaluation_bits_per_byte" in run.last_evaluation for run in runs)
