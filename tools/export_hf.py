@@ -75,6 +75,7 @@ def run(arguments):
     import torch
 
     from data_prep.output import writable_directory
+    from moh_lm.checkpoint.directory import reading
     from moh_lm.checkpoint.fragments import step_config
     from moh_lm.checkpoint.saver import find_step
     from tools.hf.convert.export_check import check_export
@@ -95,7 +96,7 @@ def run(arguments):
     raise_any(problems)
     if arguments.push_to_hub:
         check_login(arguments.push_to_hub)
-    with workplace(writable_directory(output.parent)) as temporary:
+    with workplace(writable_directory(output.parent)) as temporary, reading(step):
         print(f"writing {step} as {arguments.dtype}", flush=True)
         parameters = write_export(step, config, getattr(torch, arguments.dtype), arguments, temporary, stock)
         print("checking the logits", flush=True)

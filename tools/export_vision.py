@@ -58,6 +58,7 @@ def run(arguments):
     from transformers.utils import logging
 
     from data_prep.output import writable_directory
+    from moh_lm.checkpoint.directory import reading
     from moh_lm.checkpoint.saver import find_step
     from moh_lm.vision.load import load_model
     from moh_lm.vision.loader import names_of_training
@@ -68,7 +69,8 @@ def run(arguments):
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([f"--output {arguments.output}: is not empty; give another directory"])
     step = find_step(arguments.model)
-    training, model = load_model(step, arguments.weights)
+    with reading(step):
+        training, model = load_model(step, arguments.weights)
     config = training.model
     is_classifier = training.kind == "vit"
     if arguments.vae:

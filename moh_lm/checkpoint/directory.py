@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def list_steps(directory):
     except NO_SUCH_FILE:
         return []
     return sorted(steps, key=step_number, reverse=True)
+
+
+@contextmanager
+def reading(step):
+    """Context that reads the directory of a ``step``. If that is gone when it fails, it raises a ConfigError that says
+    so: the run that the step belongs to may have removed it meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        if step.is_dir():
+            raise
+        remedy = "repeat the command, or let the run keep more steps with --keep-last"
+        raise ConfigError([f"{step}: was removed while it was read, probably by its run; {remedy}"]) from error
 
 
 def refuse_dangling(directory, newest=None):

@@ -64,6 +64,9 @@ def settle(sound, damaged, event_log):
         aside = set_aside(step)
         event_log.add("damaged", step_number(step), f"{step} is set aside as {aside}", problems=problems)
     point_latest(sound)
+    saved = event_log.last("saved")
+    if saved and saved["step"] > max(map(step_number, [sound, *damaged])):
+        log_rank0(f"step {saved['step']} was saved (events.jsonl), but is missing; the run goes back to {sound}")
 
 
 def trace_of_checkpoints(directory, event_log):

@@ -43,7 +43,7 @@ def run_task(given, task):
     rank = int(os.environ.get("RANK", 0))
     is_alone = "RANK" not in os.environ and not given.dry_run  # a dry run describes what WORLD_SIZE ranks would do
     world_size = given.devices or (1 if is_alone else int(os.environ.get("WORLD_SIZE", 1)))
-    code, problems, speaker, alone = COMPLETE, [], 0, False
+    code, problems, speaker, alone, step = COMPLETE, [], 0, False, None
     try:
         config, dry_run = config_of(given), given.dry_run
         refused = contradictions(config, dry_run)
@@ -57,9 +57,9 @@ def run_task(given, task):
         if not dry_run:
             refuse_foreign_launcher()
         elif dataset is not None and config.run.checkpoint_dir:
-            refuse_resume(task, config, dataset)
+            step = refuse_resume(task, config, dataset)
         if rank == 0:
-            describe(task, given, config, dataset, world_size)
+            describe(task, given, config, dataset, world_size, step)
         if given.save_config and rank == 0:
             save_config(given, given.save_config)
             print(f"wrote {given.save_config}", flush=True)
@@ -85,13 +85,15 @@ def run_task(given, task):
     exit_process(code, together=code in (COMPLETE, STOPPED))
 
 
-def describe(task, given, config, dataset, world_size):
-    """Print warnings about suspicious settings and a summary of the run; for a dry run also the settings."""
+def describe(task, given, config, dataset, world_size, step):
+    """Print warnings about suspicious settings and a summary of the run; for a dry run also the settings, and the
+    ``step`` from which the run resumes, or None."""
     planned = config, dataset, world_size, given.device_name
     lines = [*idle_flags(given, config), *task.describe(*planned)]
     if given.dry_run:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
-        lines = [*given.changes(), "", *lines, *describe_configuration(config)]
+        resumes = [f"resumes    from {step}"] if step else []
+        lines = [*given.changes(), "", *lines, *resumes, *describe_configuration(config)]
     warnings = (*task.warnings(*planned), *contradictions(config))
     shown = [styled(wrapped(f"warning: {text}", 9), "warning") for text in warnings]
     print("\n".join([*shown, *([""] if shown else []), *lines]), flush=True)

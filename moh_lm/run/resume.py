@@ -63,7 +63,8 @@ def resume(task, state, event_log, progress):
     begins = saved["step"] == 0
     for key in now:
         if before[key] != now[key] and not begins:
-            log_rank0(f"resuming with another {key}: {now[key]} instead of {before[key]}")
+            current, former = (value if value != "" else "none" for value in (now[key], before[key]))
+            log_rank0(f"resuming with another {key}: {current} instead of {former}")
     changes = differing([name for name in names_of(config.model) if name not in config.of_loss], before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
     training = {} if begins else differing(of_training(config), before, now)
@@ -239,12 +240,14 @@ def contradictions(config, dry_run=False):
 
 
 def refuse_resume(task, config, dataset):
-    """Raise ConfigError if ``resume`` would refuse this configuration or these data; for a dry run, on one rank."""
+    """Return the step from which ``resume`` would start, or None, for a dry run on one rank. Raises ConfigError if it
+    would refuse this configuration or these data."""
     steps = filter(is_whole, list_steps(Path(config.run.checkpoint_dir) / "checkpoints"))  # a start sets others aside
     step = next(steps, None)
     refuse_dangling(Path(config.run.checkpoint_dir) / "checkpoints", step)
     if step is not None:
         checked_state(task, step, config, dataset)
+    return step
 
 
 def with_model_of_run(config):

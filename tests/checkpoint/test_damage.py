@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moh_lm.checkpoint import manifest, saver, space
-from moh_lm.checkpoint.directory import discard, newest_model
+from moh_lm.checkpoint.directory import discard, newest_model, reading
 from moh_lm.checkpoint.fragments import Fragment, FragmentReader, full_parameters
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, read_entries, verify
 from moh_lm.checkpoint.saver import CheckpointError, find_step
@@ -116,6 +116,32 @@ def test_a_run_without_a_sound_step_is_refused_and_left_as_it_is(copy, data_dir)
     with pytest.raises(AssertionError, match=r"(?s)6/manifest.json: cannot be read.*step-3/state.json: has 0 byte"):
         run_ranks(run, 2, arguments(data_dir, copy))
     assert before == {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_newest_step_is_gone_says_from_which_it_goes_on(copy, data_dir):
+    steps = copy / "checkpoints"
+    shutil.rmtree(steps / "step-6")
+    (printed,) = run_ranks(printed_by, 1, arguments(data_dir, copy))
+    assert f"step 6 was saved (events.jsonl), but is missing; the run goes back to {steps}/step-3" in printed
+    (printed,) = run_ranks(printed_by, 1, arguments(data_dir, copy))
+    assert "is missing" not in printed
+
+
+def printed_by(flags):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run(flags)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_step_that_goes_while_it_is_read_is_named(tmp_path, kept):
+    step = tmp_path / "step-3"
+    step.mkdir()
+    failure, said = (FileNotFoundError, "absent") if kept else (ConfigError, f"{step}: was removed while it was read")
+    with pytest.raises(failure, match=said), reading(step):
+        if not kept:
+            step.rmdir()
+        (step / "absent").read_bytes()
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_afresh(copy, data_dir):

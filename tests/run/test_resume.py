@@ -224,13 +224,15 @@ def test_a_run_goes_on_with_the_tokenizer_of_its_step_alone(tmp_path, number, of
     assert all(f"--tokenizer {data} " in sentence for sentence in found) == (number == 0 or goes_on)
 
 
-def test_a_dry_run_passes_by_a_damaged_step_as_a_start_does(data_dir, one_rank_run, tmp_path):
+def test_a_dry_run_passes_by_a_damaged_step_as_a_start_does(data_dir, one_rank_run, tmp_path, capsys):
     shutil.copytree(one_rank_run, tmp_path, dirs_exist_ok=True)
     newest = steps.list_steps(tmp_path / "checkpoints")[0]
     for harm in (lambda path: path.write_bytes(b""), lambda path: path.unlink()):
         harm(newest / "state.json")
         with pytest.raises(SystemExit, match="0"):
             pretrain.main([*arguments(data_dir, tmp_path), "--dry-run"])
+        older = steps.list_steps(tmp_path / "checkpoints")[1]
+        assert f"\nresumes    from {older}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
