@@ -73,6 +73,7 @@ def reading(path: str):
         yield
     except FAILURES as error:
         text = getattr(error, "strerror", None) or str(error)
+        text += "; make it readable" if isinstance(error, PermissionError) else ""
         raise InputError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from error
 
 

@@ -120,6 +120,8 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
                 print(f"{option}{pattern}: left out {len(matches) - len(found)} directories; '{deeper}' includes them")
         if not found:
             check = "check the path, the connection and the credentials" if is_remote(pattern) else "check the path"
+            if not is_remote(pattern) and os.path.isdir(root) and not os.access(root, os.R_OK | os.X_OK):
+                check = f"make {root} readable"
             remedy = f"for the files of a directory write '{pattern}/*'" if matches else check
             problems.append(f"{option}{pattern}: matches no file; {remedy}")
         for path in found:

@@ -13,7 +13,7 @@ from data_prep.inputs import LEFT_OUT, Source, named_source, recognized_sources,
 from data_prep.output import finished_sidecars, sweep
 from data_prep.report import LeftOut, outlook, plan_line, print_others, print_summary, progress_bar, room, told
 from data_prep.units import MANY_TEXTS, Unit, divide
-from data_prep.workers import run_units
+from data_prep.workers import NO_ROOM, run_units
 from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
@@ -46,7 +46,8 @@ def run(flags) -> int:
                     print(left_out.say(why, files))
             fill(output, sources, tokenizer, flags, failures, left_out)
     except OSError as error:
-        failures[""].append(f"{error.filename or output}: {error.strerror or error}, {room(output)}")
+        remedy = f", {room(output)}: make room, and run the same command again" if error.errno in NO_ROOM else ""
+        failures[""].append(f"{error.filename or output}: {error.strerror or error}{remedy}")
     for sentence in sum(failures.values(), []):
         print(f"tokenize.py: failed: {sentence}", file=sys.stderr)
     return 1 if any(failures.values()) else 0

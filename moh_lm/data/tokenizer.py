@@ -46,6 +46,8 @@ def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | Tikto
         processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(model.read_bytes())  # SentencePiece opens only paths that are UTF-8
         return processor
+    except PermissionError as error:
+        raise ConfigError([f"--tokenizer {model}: permission denied; make it readable"]) from error
     except (RuntimeError, OSError) as error:
         raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
 

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -87,6 +89,18 @@ def test_every_mistake_of_usage_is_one_line_and_exit_code_2(model, tmp_path, cap
         assert words in message
         assert message.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_what_may_not_be_read_is_not_called_absent_or_wrong(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied")))
+    flags = {"--tokenizer": model, "--source": f"a={tmp_path}/*.jsonl", "--output": tmp_path / "out"}
+    for name, said in ("--tokenizer", f"{model}: permission denied; make it readable"), ("--source", "readable"):
+        assert main([str(text) for pair in flags.items() for text in pair]) == 2
+        assert f"{name} " in (message := capsys.readouterr().err) and said in message
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"a={tmp_path}/*.jsonl: matches no file; make {tmp_path} readable" in message
 
 
 def test_sources_that_differ_in_capitals_only_are_refused(model, tmp_path):
