@@ -92,7 +92,7 @@ def stage_memory(config, world_size):
                 "gradients": 4 * trained / (dp if parallel.zero_stage > 1 else 1) + bucket,
                 "optimizer": 0 if parallel.offload_optimizer else (3 * 4 * trained - 4 * of_muon) / dp,
                 "activations": kept,
-                "loss": is_last * loss_bytes(model, width, tokens, tp, run.fused_loss),
+                "loss": is_last * loss_bytes(model, width, tokens, tp, run.fused_loss, trained < parameters),
             }
         )
         if run.cuda_graph:
@@ -143,14 +143,16 @@ def largest_stage(model, seq_length, num_stages, tp):
     return max(costs) / sum(costs), max(sizes), max(blocks)
 
 
-def loss_bytes(model, width, tokens, tp, fused=False):
+def loss_bytes(model, width, tokens, tp, fused=False, frozen=False):
     """Return the peak bytes of output head and loss on one rank; see moh_lm.parallel.cross_entropy.
 
     They hold the logits of a chunk in the model's precision and, unless the loss is ``fused``, in fp32; and gradients
-    of hidden states and weight. A fused loss peaks where a second product joins the gradient of the weight.
+    of hidden states and, unless it is ``frozen``, of the weight. A fused loss peaks where a second product joins the
+    gradient of the weight.
     """
     rows = model.vocab_size / tp
     chunk = min(CHUNK_BYTES, 4 * tokens * rows)
     copied = width < 4  # logits to fp32, or if fused the first product
-    gradients = model.hidden_size * (tokens * width + rows * (4 + width * (1 + (copied and fused))))
+    of_weight = 0 if frozen else rows * (4 + width * (1 + (copied and fused)))
+    gradients = model.hidden_size * (tokens * width + of_weight)
     return chunk * (width / 4 + (copied and not fused)) + gradients
