@@ -54,6 +54,7 @@ def draw_losses(path, leads):
     axis.axvline(0, color="gray", linewidth=1)
     axis.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
     axis.set_xlabel("validation loss minus that of dense (nats per token)")
+    axis.locator_params(axis="x", nbins=6)  # more would overlap
     finish(figure, [[axis]], path)
 
 
