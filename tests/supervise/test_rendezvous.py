@@ -56,7 +56,7 @@ def test_a_rank_that_cannot_begin_ends_those_of_other_machines(rendezvous_port, 
 
 def test_a_second_run_at_the_same_port_is_refused(rendezvous_port, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # on one machine the second one does not get the port
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")  # on one machine the second one does not get the port
     store = rendezvous.rendezvous_store("gloo")
     with pytest.raises(ConfigError, match=f"MASTER_PORT {rendezvous_port}: the ranks of another run meet there"):
         rendezvous.rendezvous_store("gloo")
