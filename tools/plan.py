@@ -76,11 +76,11 @@ def parse_arguments(texts):
 def run(machine):
     from moh_lm.checks import run as checks
     from moh_lm.checks.ranges import below
-    from moh_lm.checks.schedule import batch_warmup_problems, warmup_problems
+    from moh_lm.checks.schedule import batch_warmup_problems, length_warmup_problems
 
     config = machine.config
     problems = [*of_model(config)(config.model), *checks.optimizer_problems(config.optimizer)]
-    problems += [*checks.window_problems(config), *checks.router_problems(config), *warmup_problems(config)]
+    problems += [*checks.window_problems(config), *checks.router_problems(config), *length_warmup_problems(config)]
     problems += batch_warmup_problems(config.run)
     problems += checks.fused_router_problems(config.model.heads) if config.run.fused_router else []
     problems += below(config.run, 1, "seq_length")

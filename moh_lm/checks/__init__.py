@@ -31,7 +31,7 @@ def config_problems(config, world_size, on_gpu=None):
         *run.router_problems(config),
         *run.run_problems(config.run),
         *run.backend_problems(config, on_gpu),
-        *schedule.warmup_problems(config),
+        *schedule.length_warmup_problems(config),
         *run.projection_problems(config),
         *run.kernel_problems(config, on_gpu),
         *run.graph_problems(config, on_gpu),

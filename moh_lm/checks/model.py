@@ -73,7 +73,7 @@ def structure_problems(model):
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads) + form_problems(model.heads, model.post_norm)
         budgets = group_problems(model) or budget_problems(model)
-        return found + (budgets or warmup_problems(model))
+        return found + (budgets or dense_warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
 
@@ -117,7 +117,7 @@ def group_problems(model):
     return found
 
 
-def warmup_problems(model):
+def dense_warmup_problems(model):
     """Check that the gates after a dense warm-up begin near 1, their value during it."""
     iterations, heads = model.heads.dense_warmup_iters, model.heads
     found = below(heads, 0, "dense_warmup_iters")

@@ -62,7 +62,7 @@ def batch_warmup_problems(run):
     ]
 
 
-def warmup_problems(config):
+def length_warmup_problems(config):
     """Check --seq-length-warmup."""
     given, whole = config.data.seq_length_warmup, config.run.seq_length
     if not given:

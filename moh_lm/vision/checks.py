@@ -3,7 +3,7 @@
 import math
 
 from moh_lm.checks import run as checks
-from moh_lm.checks.model import form_problems, warmup_problems
+from moh_lm.checks.model import dense_warmup_problems, form_problems
 from moh_lm.checks.ranges import below
 from moh_lm.checks.schedule import schedule_problems
 from moh_lm.config import flag, walk
@@ -130,7 +130,7 @@ def head_problems(model):
         if not (0 <= shared <= number and (1 <= active <= routed or active == routed == 0)):
             text = f"layer {layer} has {number} heads: {shared} shared and {active} of {routed} others"
             found.append(f"{text}; choose at most {number} shared, and at least 1 and at most all of the others")
-    return list(dict.fromkeys(found)) or warmup_problems(model)
+    return list(dict.fromkeys(found)) or dense_warmup_problems(model)
 
 
 def data_problems(data):
