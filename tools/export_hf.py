@@ -1,7 +1,7 @@
 """Exports a checkpoint as a directory that transformers loads, with the same logits as the trainer's model.
 
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16] [--as qwen3_5 | laguna]
-                              [--license apache-2.0] [--language en] [--base-model OWNER/NAME]
+                              [--license apache-2.0] [--language en] [--base-model OWNER/NAME] [--no-tokenizer]
                               [--push-to-hub OWNER/NAME]
 
 docs/huggingface.md lists the files. The trainer already uses Hugging Face's parameter names. Parameters are read one by
@@ -45,6 +45,7 @@ def add_flags(parser):
     add("--base-model", metavar="OWNER/NAME", type=hub_word, help="continued model on the hub, for the card")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="largest file (default: %(default)s)")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish it on the Hugging Face hub too")
+    add("--no-tokenizer", action="store_true", help="leave the tokenizer out, where transformers cannot have it")
     add("--overwrite", action="store_true", help="replace the files of an earlier export in the output directory")
 
 
@@ -100,7 +101,8 @@ def run(arguments):
         print(f"writing {step} as {arguments.dtype}", flush=True)
         parameters = write_export(step, config, getattr(torch, arguments.dtype), arguments, temporary, stock)
         print("checking the logits", flush=True)
-        checked = check_export(step, config, temporary, tokenizer_of_data(step), stock)
+        tokenizer = None if arguments.no_tokenizer else tokenizer_of_data(step)
+        checked = check_export(step, config, temporary, tokenizer, stock)
         write_list(temporary)
         size = sum(path.stat().st_size for path in temporary.iterdir())
         raise_any(output_problems(output, arguments.overwrite))  # another program may have written there meanwhile
@@ -108,7 +110,8 @@ def run(arguments):
     print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
     print("\n".join(checked))
     if not (output / "tokenizer.json").is_file():
-        print("no tokenizer: the checkpoint has none, and token ids are not known; add the model's own tokenizer files")
+        why = "it was left out" if arguments.no_tokenizer else "the checkpoint has none"
+        print(f"no tokenizer: {why}, and token ids are not known; add the model's own tokenizer files")
     remote = ", trust_remote_code=True" if is_ours(config.model) and not stock else ""
     print("to load it:\n    from transformers import AutoModelForCausalLM")
     print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")

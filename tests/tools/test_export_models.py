@@ -10,7 +10,7 @@ import torch
 from moh_lm.config import HeadsConfig
 from moh_lm.data.tokenizer import read_model
 from tests.distributed import run_ranks
-from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
+from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary, sentencepiece_model
 from tests.tools.exporting import (
     HEADS,
     PAPER,
@@ -140,6 +140,22 @@ def test_the_card_says_what_the_model_is(kind, words, tmp_path, export, without_
     assert code == 0 and "no tokenizer: the checkpoint has none" in printed
     card = (tmp_path / "hf" / "README.md").read_text()
     assert words in card and "license:" not in card and ("Routing is computed in fp32" in card) == (kind == "mixture")
+
+
+def test_a_model_whose_tokenizer_cannot_be_converted_is_exported_without_it(tmp_path, export, without_transformers):
+    options = {"model_type": "word", "byte_fallback": False}
+    words = sentencepiece_model(tmp_path / "tokenizer.model", ["the head of a model"] * 9, 8, **options)
+    for name, tokenizer in ("run", words), ("bare", None):
+        run_ranks(write_checkpoint, 1, tmp_path / name, PAPER, tokenizer, False)
+    flags = ["--checkpoint", tmp_path / "run", "--output", tmp_path / "hf"]
+    code, _, said = export(*flags)
+    assert code == 1 and "its model type is word" in said and "; --no-tokenizer exports the model without it" in said
+    code, printed, _ = export(*flags, "--no-tokenizer")
+    assert code == 0 and "no tokenizer: it was left out" in printed
+    assert export("--checkpoint", tmp_path / "bare", "--output", tmp_path / "other")[0] == 0
+    one, other = (sorted(path.iterdir()) for path in (tmp_path / "hf", tmp_path / "other"))
+    assert [path.name for path in one] == [path.name for path in other]
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (tmp_path / "other/model.safetensors").read_bytes()
 
 
 def test_a_hugging_face_tokenizer_is_exported_with_its_ids(tmp_path, export):

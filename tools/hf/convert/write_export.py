@@ -31,22 +31,10 @@ AUTO_MAP = {
 
 def write_export(step, config, dtype, arguments, directory, stock=None):
     """Write every file of the export; returns the number of parameters. stock: see stock_classes.py, or None."""
-    state, tokenizer = read_json(step / "state.json"), tokenizer_of_data(step)
-    imported = state.get("imported", {})
-    length = max(config.run.seq_length, imported.get("max_position_embeddings", 0))
-    begins = None
-    if not tokenizer:
-        special = copy_tokenizer(step, imported, directory)
-    else:
-        source = imported.get("tokenizer", {})
-        special = export_tokenizer(tokenizer, directory, length, parses="chat_template" in source)
-        if source:
-            special = restore(directory, source, imported["token_ids"], special, config.model.vocab_size)
-        begin = begin_id(state, directory)
-        begins = begin is not None
-        if begins:
-            begin_texts(directory, begin)
-            special |= {"bos": begin}
+    state, special, begins = read_json(step / "state.json"), {}, None
+    length = max(config.run.seq_length, state.get("imported", {}).get("max_position_embeddings", 0))
+    if not arguments.no_tokenizer:
+        special, begins = write_tokenizer_files(step, state, length, config.model.vocab_size, directory)
     write_json(directory / "config.json", hugging_face_config(config.model, length, dtype, special, stock))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() uses EOS and prints a warning every time
@@ -60,6 +48,23 @@ def write_export(step, config, dtype, arguments, directory, stock=None):
     card = model_card(step, config, state, dtype, parameters, begins, head, arguments.push_to_hub, stock)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
+
+
+def write_tokenizer_files(step, state, length, vocab_size, directory):
+    """Write the tokenizer of ``step``. Returns the ids of its special tokens, and whether it puts BOS before a text, or
+    None if that of an import is copied or there is none."""
+    tokenizer, imported = tokenizer_of_data(step), state.get("imported", {})
+    if not tokenizer:
+        return copy_tokenizer(step, imported, directory), None
+    source = imported.get("tokenizer", {})
+    special = export_tokenizer(tokenizer, directory, length, parses="chat_template" in source)
+    if source:
+        special = restore(directory, source, imported["token_ids"], special, vocab_size)
+    begin = begin_id(state, directory)
+    if begin is None:
+        return special, False
+    begin_texts(directory, begin)
+    return special | {"bos": begin}, True
 
 
 def is_ours(model):
@@ -98,7 +103,7 @@ def export_tokenizer(model, directory, max_length, parses):
     try:
         proto = read_model(model)
     except ValueError as error:
-        raise ExportError(str(error)) from error
+        raise ExportError(f"{error}; --no-tokenizer exports the model without it") from error
     return write_tokenizer(proto, directory, max_length)
 
 
