@@ -145,8 +145,9 @@ class JoinedProducts(torch.autograd.Function):
     """Returns x A_1^T, x A_2^T, ... for x [..., input] and A_i [output_i, input]. The backward pass copies again."""
 
     @staticmethod
-    def forward(ctx, x, *weights):
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx, *given):  # torch.compile takes x for ctx if as many tensors are given as there are parameters here
+        ctx.save_for_backward(*given)
+        x, *weights = given
         return F.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], -1)
 
     @staticmethod

@@ -19,6 +19,7 @@ from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
 from moh_lm.model.transformer import compile_layers
+from moh_lm.parallel.layers import JoinedProducts
 from tests.distributed import run_ranks
 from tests.models import loss_and_gradients, make_model
 from tests.training.runs import arguments, losses, rows, run
@@ -205,3 +206,15 @@ import moh_lm.cost.summary, moh_lm.run.text, tools.hf.convert.trainer_model, too
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("trains", [False, True])
+def test_joined_products_are_compiled_for_training_and_for_evaluation(count, trains):
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(3, 5, generator=generator, dtype=torch.float64) for _ in range(count + 1))
+    compiled = torch.compile(JoinedProducts.apply, backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(trains):
+        products = compiled(x, *(weight.requires_grad_() for weight in weights))
+    for product, weight in zip(products, weights, strict=True):
+        torch.testing.assert_close(product, x @ weight.t())
