@@ -141,7 +141,7 @@ def model_of_run(directory, config_type=Config):
 def save_config(given, path):
     """Write the given flags to a file for ``--config``. A comment names what their launch script adds on a GPU. Raises
     ConfigError."""
-    import yaml  # see moh_lm/cli/actions.py
+    import yaml
 
     values = {"preset": given.preset} if given.preset else {}
     values |= {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
@@ -155,12 +155,20 @@ def save_config(given, path):
         raise ConfigError([f"--save-config {path}: cannot be written ({error.strerror}); give another file"]) from error
 
 
+def yaml_file(text):
+    """Read --save-config. PyYAML is imported here, so that its absence is told before a run starts."""
+    import yaml  # noqa: F401
+
+    return text
+
+
 def make_parser(config_type=Config):
     """Return the parser of a task's training command."""
     parser = Parser(prog=f"python -m {config_type.program}", usage="%(prog)s [flags]", description=config_type.about)
     add_config_flags(parser, config_type)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
-    parser.add_argument("--save-config", metavar="FILE.yaml", help="with --dry-run: file to write for --config")
+    help_of_file = "with --dry-run: file to write for --config"
+    parser.add_argument("--save-config", type=yaml_file, metavar="FILE.yaml", help=help_of_file)
     help_of_devices = "with --dry-run: plan for this many devices (default: those that were started)"
     parser.add_argument("--devices", type=at_least(1), metavar="N", help=help_of_devices)
     help_of_name = "with --dry-run: plan for these GPUs, such as H100, even on a machine without any"

@@ -5,6 +5,7 @@ name, and the one before it is used. A file that cannot be read does not count a
 nothing. If all checkpoints are damaged, or if they are gone but left a trace, the run never silently starts over.
 """
 
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -64,9 +65,10 @@ def settle(sound, damaged, event_log):
         aside = set_aside(step)
         event_log.add("damaged", step_number(step), f"{step} is set aside as {aside}", problems=problems)
     point_latest(sound)
-    saved = event_log.last("saved")
-    if saved and saved["step"] > max(map(step_number, [sound, *damaged])):
-        log_rank0(f"step {saved['step']} was saved (events.jsonl), but is missing; the run goes back to {sound}")
+    with suppress(OSError):  # the run goes on without this remark
+        saved, aside = event_log.last("saved"), event_log.last("damaged") or {"step": 0}
+        if saved and saved["step"] > max(step_number(sound), aside["step"]):
+            log_rank0(f"step {saved['step']} was saved (events.jsonl), but is missing; the run goes back to {sound}")
 
 
 def trace_of_checkpoints(directory, event_log):

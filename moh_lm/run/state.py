@@ -204,8 +204,10 @@ RULES = {  # key -> (whether its value fits a state and the model, what the valu
     "consumed_samples": (lambda state, model: is_count(state["consumed_samples"]), "a number of samples"),
     **{
         key: (lambda state, model, key=key: is_count(state.get(key, 0), state["step"]), "between 0 and step")
-        for key in ("optimizer_steps", "rested_steps", "frozen_steps", "l1_steps")
+        for key in ("optimizer_steps", "rested_steps", "frozen_steps")
     },
+    # Runs before 2026-11-28 did not clamp the number at 0; the first step after a resume does.
+    "l1_steps": (lambda state, model: is_count(abs(state.get("l1_steps", 0)), state["step"]), "at most step"),
     "router_shares": (shares_fit, "a share of 0 to 1 for each routed head of each layer that has some"),
     "windows": (windows_fit, "a window and an entropy for each layer"),
     "guard": (guard_fits, "losses and norms of equally many steps, and skipped steps in order"),

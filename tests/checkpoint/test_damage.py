@@ -22,7 +22,7 @@ from moh_lm.checkpoint.saver import CheckpointError, find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.monitor.events import EventLog
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.intact import trace_of_checkpoints
+from moh_lm.run.intact import settle, trace_of_checkpoints
 from tests.checkpoint.damage import (
     Canary,
     add_a_rank,
@@ -125,6 +125,22 @@ def test_a_run_whose_newest_step_is_gone_says_from_which_it_goes_on(copy, data_d
     assert f"step 6 was saved (events.jsonl), but is missing; the run goes back to {steps}/step-3" in printed
     (printed,) = run_ranks(printed_by, 1, arguments(data_dir, copy))
     assert "is missing" not in printed
+
+
+@pytest.mark.parametrize("harm", ["damaged", "events are a directory"])
+def test_nothing_is_called_missing_that_was_set_aside_or_is_unknown(harm, tmp_path, capsys):
+    step = tmp_path / "checkpoints" / "step-3"
+    step.mkdir(parents=True)
+    log = EventLog(tmp_path, True)
+    log.add("saved", 6)
+    if harm == "damaged":
+        log.add("damaged", 6)  # before this start
+    else:
+        (tmp_path / "events.jsonl").unlink()
+        (tmp_path / "events.jsonl").mkdir()
+    settle(step, {}, log)
+    assert "is missing" not in capsys.readouterr().out
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-3\n"
 
 
 def printed_by(flags):

@@ -44,7 +44,7 @@ def model(saved):
 def test_what_a_run_or_an_import_writes_is_accepted(state, model):
     assert state_problems(state, model) == []
     assert state_problems(first_state(model, {"source": "a"}), model) == []
-    state["data"]["bos_id"] = model.vocab_size - 1
+    state["data"]["bos_id"], state["l1_steps"] = model.vocab_size - 1, -2  # which the next step clamps
     assert state_problems(state, model) == []
 
 
@@ -54,7 +54,7 @@ WRONG = [
     (("optimizer_steps",), [4, -1, None, 2.0]),
     (("rested_steps",), [4, -1]),
     (("frozen_steps",), [4, "1"]),
-    (("l1_steps",), [4, -1, 0.5]),
+    (("l1_steps",), [4, -4, 0.5]),
     (SHARES, [-0.1, 1.5, float("nan"), "0.5", None]),
     (("router_shares", 1), [[], [0.5], 0.5, None]),
     (("router_shares",), [[], [[0.25] * 4], None, {}]),

@@ -146,7 +146,9 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
 def test_the_command_line_is_read_without_yaml_and_a_file_names_it(tmp_path):
     (tmp_path / "a.yaml").write_text("num_layers: 2\n")
     without = "import sys; sys.modules['yaml'] = None; from moh_lm import pretrain; pretrain.main()"
-    for given, code, said in (["--help"], 0, ""), (["--config", "a.yaml"], 2, "the package yaml is not installed"):
+    absent = "the package yaml is not installed"
+    saves = ["--dry-run", "--save-config", "b.yaml"]
+    for given, code, said in (["--help"], 0, ""), (["--config", "a.yaml"], 2, absent), (saves, 2, absent):
         command = [sys.executable, "-c", without, *given]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert result.returncode == code and said in result.stderr and result.stderr.count("\n") == code // 2
