@@ -355,3 +355,22 @@ def test_the_default_budget_leaves_a_choice_in_every_group(heads, keys, budget):
     of_layer = config.model.heads
     assert (*of_layer.num_shared_heads, *of_layer.num_active_routed_heads) == budget
     assert not [problem for problem in config_problems(config, 1) if "head_in_group" in problem]
+
+
+@pytest.mark.parametrize("kind, change, said", [
+    (Config, {"num_attention_heads": 0}, "num_attention_heads is 0, and must be 1 or above"),
+    (Config, {"num_attention_heads": [4, 8]}, "num_attention_heads has 2 entries, not 12"),
+    (Config, {"num_shared_heads": [6] * 11}, "num_shared_heads has 11 entries, not 12"),
+    (KINDS["vit"], {"num_attention_heads": [2, 2]}, "num_attention_heads has 2 entries, not 4"),
+    (KINDS["vit"], {"sr_ratios": []}, "sr_ratios has 0 entries, not 4"),
+    (KINDS["dit"], {"num_attention_heads": [6, 6]}, "num_attention_heads has 2 entries, not 12"),
+    (KINDS["dit"], {"head_selection": "static", "num_active_routed_heads": [1, 2]}, "num_active_routed_heads has 2"),
+])  # fmt: skip
+def test_lists_in_a_file_that_fit_no_layers_are_refused(kind, change, said, tmp_path):
+    path, config = tmp_path / "config.json", kind.from_dict({} if kind is Config else {"head_selection": "all"})
+    values = config.to_dict() | ({} if kind is Config else {"program": kind.program})
+    write_json(path, values)
+    assert kind.load(path) == config
+    write_json(path, values | change)
+    with pytest.raises(ConfigError, match=f"{path}: {said}"):
+        kind.load(path)

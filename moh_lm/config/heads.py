@@ -110,6 +110,10 @@ class HeadsOfLayers:
         """Return {field: value} of what follows from other fields."""
         return {}
 
+    def lists(self):
+        """Return {field: number of its entries} of fields that are lists with an entry for each layer, or stage."""
+        return dict.fromkeys(BUDGETS, self.num_layers) if self.heads.head_selection != "all" else {}
+
     def after(self, step):
         """Return the model after ``step`` iterations: with all heads during the dense warm-up of a mixture."""
         warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters

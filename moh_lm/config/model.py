@@ -99,6 +99,9 @@ class ModelConfig(HeadsOfLayers):
     def derived(self):
         return model_values(self)
 
+    def lists(self):
+        return super().lists() | dict.fromkeys((*OF_LAYERS, "window", "position"), self.num_layers)
+
     @property
     def head_counts(self):
         """Number of query heads: one number for all layers, or one per layer."""

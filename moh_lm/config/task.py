@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from moh_lm.config.fields import ConfigError, build, fits, in_words, raise_any, walk
-from moh_lm.config.heads import BUDGETS, HeadsOfLayers
-from moh_lm.config.model import OF_LAYERS, ModelConfig
+from moh_lm.config.heads import HeadsOfLayers
+from moh_lm.config.model import OF_LAYERS
 from moh_lm.config.run import AlarmConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunBase
 from moh_lm.parsing import read_json
 
@@ -118,9 +118,11 @@ class TaskConfig:
 
 
 def uneven(model):
-    """Return sentences about settings of a model that have neither one entry nor one for each layer."""
-    names = (*OF_LAYERS, "window", "position") if isinstance(model, ModelConfig) else ()
-    names += BUDGETS if model.heads.head_selection != "all" else ()
-    values, layers = vars(model) | vars(model.heads), model.num_layers
-    counts = {name: len(values[name]) for name in names if isinstance(values[name], tuple)}
-    return [f"{name} has {of} entries for {layers} layers" for name, of in counts.items() if of not in (1, layers)]
+    """Return sentences about lists of a model that do not fit its layers, and about layers without a head."""
+    values, found = vars(model) | vars(model.heads), []
+    for name, count in model.lists().items():
+        if isinstance(values[name], tuple) and len(values[name]) != count:
+            found.append(f"{name} has {len(values[name])} entries, not {count}")
+    if not found and min(model.head_counts) < 1:
+        found.append(f"num_attention_heads is {model.num_attention_heads}, and must be 1 or above")
+    return found

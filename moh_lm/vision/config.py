@@ -114,6 +114,10 @@ class ViTConfig(ImageModelConfig):
     def derived(self):
         return {"heads": budgets_of_layers(self.heads, self.depths)}
 
+    def lists(self):
+        of_stages = ("hidden_sizes", "num_attention_heads", "mlp_ratios", "sr_ratios")
+        return super().lists() | dict.fromkeys(of_stages, len(self.depths))
+
     @property
     def num_layers(self):
         return sum(self.depths)
@@ -170,6 +174,9 @@ class DiTConfig(ImageModelConfig):
             head_dim = self.hidden_size // max(1, numbers[0])
         heads = budgets_of_layers(self.heads, (1,) * self.num_layers)
         return {"num_attention_heads": numbers, "head_dim": head_dim, "heads": heads}
+
+    def lists(self):
+        return super().lists() | {"num_attention_heads": self.num_layers}
 
     @property
     def tokens(self):
