@@ -71,14 +71,15 @@ def run(arguments):
     step = find_step(arguments.model)
     with reading(step):
         training, model = load_model(step, arguments.weights)
+        is_classifier = training.kind == "vit"
+        names = names_of_training(step) if is_classifier else None
     config = training.model
-    is_classifier = training.kind == "vit"
     if arguments.vae:
         check_vae(arguments.vae, is_classifier, config)
     with workplace(writable_directory(output.parent)) as temporary:
         with torch.no_grad():
             if is_classifier:
-                difference = write_classifier(config, model, names_of_training(step), temporary)
+                difference = write_classifier(config, model, names, temporary)
             else:
                 difference = write_pipeline(config, model, arguments.vae, temporary)
         count = sum(parameter.numel() for parameter in model.parameters())

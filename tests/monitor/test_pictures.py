@@ -84,3 +84,10 @@ def test_the_name_of_a_source_is_text(name):
     root = xml.fromstring(pictures.svg(pictures.lines(series, "loss"), "loss").replace("xlink:href", "href"))
     texts = ["".join(element.itertext()).strip() for element in root.iter() if element.tag.endswith("text")]
     assert name in [text.lstrip("\u200b") for text in texts]
+
+
+def test_a_name_in_a_script_that_the_font_lacks_warns_of_nothing(recwarn):
+    curves = {"標準語": (np.arange(3), np.ones(3), {})}
+    assert "標準語" in pictures.svg(pictures.lines(curves, "loss"), "loss")
+    pictures.png(pictures.lines(curves, "loss"))
+    assert not [str(warning.message) for warning in recwarn]

@@ -178,6 +178,14 @@ def test_a_file_of_a_run_that_cannot_be_read_is_not_taken_for_the_page(runs, tmp
     assert capsys.readouterr().err == f"run_report: {said}\n"
 
 
+def test_a_report_that_takes_too_long_is_not_called_unreadable(runs, tmp_path):
+    def late():
+        raise TimeoutError("it takes longer than a second")
+
+    with pytest.raises(TimeoutError, match="longer than a second"):
+        page.write_page([runs.first], tmp_path / "report.html", progress=late)
+
+
 def test_a_list_that_does_not_fit_the_layers_is_one_line(runs, tmp_path, capsys):
     shutil.copytree(runs.first, tmp_path, dirs_exist_ok=True)
     values = json.loads((runs.first / "config.json").read_text())
@@ -185,7 +193,7 @@ def test_a_list_that_does_not_fit_the_layers_is_one_line(runs, tmp_path, capsys)
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_layers": layers}))
     assert run_report.main([str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path}/config.json: window has {layers - 1} entries for {layers} layers; restore the file" in said
+    assert f"{tmp_path}/config.json: window has {layers - 1} entries, not {layers}; restore the file" in said
 
 
 def test_a_page_that_cannot_be_written_is_one_line(runs, capsys):

@@ -52,7 +52,7 @@ def page(report, pictures, decode):
 
 
 def number(value, digits=3):
-    return "" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+    return "" if value is None or math.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"  # no -0.0
 
 
 def percent(value):
@@ -71,7 +71,7 @@ def image(content):
 
 def picture_of(kind, index, domain):
     """The name of a domain's picture, which is also its file name."""
-    return f"{kind}_{index}_" + "".join(char if char.isalnum() else "-" for char in domain)
+    return f"{kind}_{index}_" + "".join(char if char.isalnum() else "-" for char in domain[:40])
 
 
 def token_texts(ids, decode):

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from PIL import Image
 
+from moh_lm.monitor.report.pictures import any_script
 from tools.heads.findings import shown
 
 WIDTH, DOTS = 4.0, 180
@@ -103,11 +104,13 @@ def curves(x, lines, x_label, y_label):
 
 def frame(axis, names, columns, kinds):
     names = list(names)
-    step = max(1, -(-len(names) // 16))
-    axis.set_yticks(range(0, len(names), step), [str(name) for name in names[::step]])
+    are_words = isinstance(names[0], str)  # of domains, whose rows are high enough for all
+    step = 1 if are_words else max(1, -(-len(names) // 16))
+    labels = [shorten(name) if are_words else str(name) for name in names[::step]]
+    axis.set_yticks(range(0, len(names), step), labels)
     axis.set_xticks(range(0, columns, max(1, columns // 16)))
     axis.tick_params(length=0)
-    if isinstance(names[0], int):
+    if not are_words:
         axis.set_ylabel("layer")
     axis.spines[:].set_visible(False)
     between = {"color": axis.figure.get_facecolor(), "linewidth": 0.6}
@@ -119,9 +122,15 @@ def frame(axis, names, columns, kinds):
             axis.plot([edge, edge], [row - 0.5, row + 0.5], color="#ff5050", linewidth=1.6, solid_capstyle="butt")
 
 
+def shorten(name, most=24):
+    """Return ``name`` with at most so many characters, because the map would shrink beside a longer one."""
+    return name if len(name) <= most else name[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
 def png(figure):
     """Return the picture in 256 colours, which need half of the bytes."""
     drawn, file = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DOTS)
+    with any_script():
+        figure.savefig(drawn, format="png", dpi=DOTS)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, "png", optimize=True)
     return file.getvalue()

@@ -34,10 +34,7 @@ def write_page(directories, output, config_type=Config, with_png=False, replaces
     called for each row that is read. Raises ConfigError if a directory is not that of a run, or such a file is in the
     way, OSError if one cannot be written.
     """
-    try:
-        runs = [RunRecord(directory, config_type, progress) for directory in directories]
-    except OSError as error:
-        raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error
+    runs = [read_run(directory, config_type, progress) for directory in directories]
     is_one = len(runs) == 1
     figures = figures_of_run(runs[0]) if is_one else figures_of_comparison(runs)
     has_bits = any(run.last_evaluation and "evaluation_bits_per_byte" in run.last_evaluation for run in runs)
@@ -69,6 +66,17 @@ def write_page(directories, output, config_type=Config, with_png=False, replaces
     for path, content in files.items():
         publish(path, content)
     return list(files)
+
+
+def read_run(directory, config_type, progress):
+    """Return the ``RunRecord`` of a directory. Raises ConfigError if it is none, or if a file cannot be read."""
+    try:
+        return RunRecord(directory, config_type, progress)
+    except TimeoutError:  # of ``progress``
+        raise
+    except OSError as error:
+        place = error.filename or directory
+        raise ConfigError([f"{place}: cannot be read ({error.strerror}); make it readable"]) from error
 
 
 def evaluations_of(run):

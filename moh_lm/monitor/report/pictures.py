@@ -6,6 +6,8 @@ and the background is transparent.
 
 import io
 import re
+import warnings
+from contextlib import contextmanager
 
 import matplotlib
 import numpy as np
@@ -134,10 +136,18 @@ def legible(name):
     return f"\u200b{name}" if name.startswith("_") else name
 
 
+@contextmanager
+def any_script():
+    """Context in which a name in a script that the font lacks becomes boxes, without a warning for each character."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        yield
+
+
 def svg(figure, name):
     """Return the picture as SVG text for a page; ``name`` makes its ids different from those of other pictures."""
     file = io.StringIO()
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), any_script():
         figure.get_layout_engine().execute(figure)  # here, because savefig would draw everything again for it
         figure.set_layout_engine(None)
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -150,5 +160,6 @@ def svg(figure, name):
 def png(figure):
     """Return the picture as PNG on white, 200 dots per inch."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=200, facecolor="white", metadata={"Software": "MoH-LM"})
+    with any_script():
+        figure.savefig(file, format="png", dpi=200, facecolor="white", metadata={"Software": "MoH-LM"})
     return file.getvalue()

@@ -13,7 +13,8 @@ from moh_lm.data.shards import ShardWriter, write_manifest
 from tests.tokenizing import json_lines, train_model
 from tests.tools.heads.models import MODELS, SENTENCES, domain, random_model
 
-NAMES = ("ablation", "changes", "findings", "gates", "importance", "measures", "page", "report", "syntax", "text")
+NAMES = ("ablation", "changes", "findings", "gates", "importance", "measures", "page", "pictures",
+         "report", "syntax", "text")
 
 
 @pytest.fixture(scope="module")

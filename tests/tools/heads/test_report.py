@@ -143,6 +143,24 @@ def test_a_scale_ends_at_the_highest_value(tools):
     assert 0 < highest(np.zeros((2, 2))) == highest(np.full((2, 2), np.nan)) < 0.01
 
 
+def test_every_domain_is_named_beside_its_row_and_a_long_name_leaves_the_map_its_width(tools):
+    draw, widths = tools["pictures"].head_maps, []
+    for longest in 8, 90:
+        names = [*(f"domain-{index}" for index in range(22)), "x" * longest]
+        figure = draw([(None, np.zeros((23, 8)))], names, "load", 0, 1)
+        figure.draw_without_rendering()
+        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert labels[:22] == names[:22] and labels[22].startswith("x" * 8) and len(labels) == 23
+        widths.append(figure.axes[0].get_position().width)
+    assert widths[1] > 0.4
+
+
+def test_names_of_pictures_fit_a_file_system_and_no_number_is_minus_zero(tools):
+    names = {tools["page"].picture_of("importance", index, "標準語データ" * 50) for index in range(2)}
+    assert len(names) == 2 and all(len(f"{name}_dark.png".encode()) < 255 for name in names)
+    assert tools["page"].number(-0.0004) == "0.000" and tools["page"].number(-0.0006) == "-0.001"
+
+
 def test_what_has_to_be_fixed_is_said(tools, head_tool, run, corpus, tmp_path, monkeypatch):
     flags = ("--model", run, "--output", tmp_path, "--data", f"a={corpus}/a.jsonl")
     for more, words in [
