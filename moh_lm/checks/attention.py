@@ -4,7 +4,7 @@ import math
 from dataclasses import fields
 
 from moh_lm.checks.ranges import below, divisors
-from moh_lm.config import BUDGETS, flag
+from moh_lm.config import flag
 from moh_lm.config.model import OF_LAYERS
 from moh_lm.model.rotary import NEEDS
 
@@ -18,12 +18,11 @@ def length_problems(model):
 
     Only the first wrong one is reported, because the others may follow from it.
     """
-    budgets = BUDGETS if model.heads.head_selection != "all" else ()
     values = {**vars(model), **vars(model.heads)}
     return [
         f"{flag(key)} has {len(given)} {'names' if key == 'position' else 'numbers'}: {per_layer(model)}"
-        for key in (*OF_LAYERS, "window", "position", *budgets)
-        if len(given := as_tuple(values[key])) not in (1, model.num_layers)
+        for key, count in model.lists().items()
+        if len(given := as_tuple(values[key])) not in (1, count)
     ][:1]
 
 

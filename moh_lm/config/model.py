@@ -100,7 +100,7 @@ class ModelConfig(HeadsOfLayers):
         return model_values(self)
 
     def lists(self):
-        return super().lists() | dict.fromkeys((*OF_LAYERS, "window", "position"), self.num_layers)
+        return dict.fromkeys((*OF_LAYERS, "window", "position"), self.num_layers) | super().lists()
 
     @property
     def head_counts(self):
