@@ -20,8 +20,8 @@ MODEL=( # 3.4M parameters
     --num-attention-heads 8
     --vocab-size 4096
 )
-HEADS=( # 75%: 4 heads are always on, and 2 of the other 4 are chosen for each token
-    --num-shared-heads 4
+HEADS=( # 2 heads are always on, and 2 of the other 6 are chosen for each token
+    --num-shared-heads 2
     --num-active-routed-heads 2
 )
 DATA=(

@@ -8,7 +8,7 @@ a flag is kept, and the values below follow from it.
     layers             N / 12 d^2
     MLP                8/3 d in steps of 64, SwiGLU's share (Shazeer 2020)
     heads              four below 1M, where d is a multiple of 8; else 32 features each, and 64 from 30M on
-    head split         half of them shared, a quarter routed, in whole heads: MoH's 75%, but 83% at 3M and 70% at 10M
+    head split         the default: a token uses half of them
     routing            the default, sigmoid: its gates begin at 1 at every width, which width transfer needs
     vocabulary         4096 (N / 1M)^0.43 to the next power of two: V d in proportion to N^0.83 (Tao et al. 2024, arXiv
                        2407.13623)
@@ -49,9 +49,6 @@ def preset(size, given):
         choose("head_dim", d // max(1, *heads))
     if values.get("attention") == "latent":
         choose("kv_lora_rank", max(1, d // 2))
-    if "head_budget" not in given and values.get("routing_unit", "head") == "head":  # else as without a preset
-        choose("num_shared_heads", tuple(n // 2 for n in heads))
-        choose("num_active_routed_heads", tuple(max(1, round(n / 4)) for n in heads))
     choose("vocab_size", 2 ** round(math.log2(4096 * scale**0.43)))
     length = choose("seq_length", 1024)
     batch = choose("batch_tokens", 2 ** round(math.log2(16 * 1024 * scale**0.6)))

@@ -77,8 +77,7 @@ def latent_sizes(model, head_dim):
 
 
 def with_budgets(heads, counts, num_layers, group):
-    """Return a ``HeadsConfig`` with the numbers of shared and routed heads of each layer: by default half and a
-    quarter.
+    """Return a ``HeadsConfig`` with the numbers of shared and routed heads of each layer: by default half of the heads.
 
     If groups of heads are routed, both are whole groups. counts: heads, one number or one per layer. group: number of
     heads that share a key/value head.
@@ -99,17 +98,18 @@ def with_budgets(heads, counts, num_layers, group):
 
 
 def default_budget(heads, number, group):
-    """Return (shared heads, routed heads per token) of a layer: half and a quarter, if that leaves a choice between two
-    experts or more."""
-    mixture, unit = heads.head_selection == "mixture", 1
-    if mixture and heads.routing_unit == "head_in_group":
-        size = max(1, group)  # experts to choose from in each of number // size groups
-        groups = max(1, number // size)
-        return groups * max(0, min(size // 2, size - 2)), groups * max(1, size // 4)
-    if mixture and heads.routing_unit == "key_value_group":
-        unit = group
-    limit = max(0, number // unit - 2) if unit > 1 else number
-    return min(number // 2 // unit, limit) * unit, max(1, number // 4 // unit) * unit
+    """Return (shared heads, routed heads per token) of a layer: half of its heads (docs/study.md, rule 4).
+
+    At most a quarter are shared. From two on their number is even, so that two tensor-parallel ranks can hold equally
+    many.
+    """
+    experts, size = number, 1  # experts that the router chooses from, and heads of each of them
+    if heads.head_selection == "mixture" and heads.routing_unit != "head":
+        experts, size = number // max(1, group), max(1, group)
+    if heads.head_selection == "mixture" and heads.routing_unit == "head_in_group":
+        experts, size = size, experts  # the same choice in every group
+    shared = experts // 8 * 2 or experts // 4
+    return shared * size, max(1, experts // 2 - shared) * size
 
 
 def gated_mixture(heads, counts):

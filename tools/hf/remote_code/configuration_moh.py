@@ -171,8 +171,10 @@ class MoHLlamaConfig(PretrainedConfig):
         self.layer_heads = list(layer_heads or [self.num_attention_heads] * self.num_hidden_layers)
         if self.head_selection == "all":  # every head is always on
             num_shared_heads, num_active_routed_heads = self.layer_heads, [0] * self.num_hidden_layers
-        self.num_shared_heads = list(num_shared_heads or [heads // 2 for heads in self.layer_heads])
-        self.num_active_routed_heads = list(num_active_routed_heads or [max(1, n // 4) for n in self.layer_heads])
+        quarters = [number // 8 * 2 or number // 4 for number in self.layer_heads]
+        halves = [max(1, number // 2 - part) for number, part in zip(self.layer_heads, quarters, strict=True)]
+        self.num_shared_heads = list(num_shared_heads or quarters)
+        self.num_active_routed_heads = list(num_active_routed_heads or halves)
         self.check()
         if self.attention == "latent" or self.head_dims:  # their projections are not split
             plan = type(self).base_model_tp_plan
