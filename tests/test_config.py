@@ -55,8 +55,6 @@ def test_the_later_flag_wins_also_between_the_two_budgets():
 def test_head_budgets_are_one_number_or_one_per_layer():
     assert parse("--num-layers", "3", "--num-shared-heads", "2").model.heads.num_shared_heads == (2, 2, 2)
     assert parse("--num-layers", "3", "--num-shared-heads", "2", "4", "6").model.heads.num_shared_heads == (2, 4, 6)
-    defaults = parse("--num-layers", "1", "--num-attention-heads", "16").model.heads
-    assert (defaults.num_shared_heads, defaults.num_active_routed_heads) == ((8,), (4,))  # 75%
 
 
 @pytest.mark.parametrize("tensor, context", [(1, 4), (2, 2), (4, 2)])
@@ -146,7 +144,7 @@ def test_a_slope_leaves_the_budget_of_a_single_layer_as_it_is():
 def test_a_budget_with_one_of_its_parts_given_keeps_it():
     heads = parse(*"--num-layers 3 --num-attention-heads 8 --head-budget 0.75 --num-shared-heads 5".split()).model.heads
     assert (heads.num_shared_heads, heads.num_active_routed_heads) == ((5, 5, 5), (1, 1, 1))
-    default, spread = (parse("--num-attention-heads", "16", *flags) for flags in ((), ("--head-budget", "0.75")))
+    default, spread = (parse("--num-attention-heads", "16", *flags) for flags in ((), ("--head-budget", "0.5")))
     assert default.model.heads.num_shared_heads == spread.model.heads.num_shared_heads
     assert default.model.heads.num_active_routed_heads == spread.model.heads.num_active_routed_heads
 
@@ -348,7 +346,14 @@ def test_a_map_of_heads_is_blank_where_a_layer_has_none():
     assert blank == [False, False, True, True]
 
 
-@pytest.mark.parametrize("heads, keys, budget", [(9, 3, (3, 3)), (12, 6, (0, 6)), (14, 2, (6, 2)), (32, 8, (16, 8))])
+@pytest.mark.parametrize("heads, shared, routed", [(1, 0, 1), (2, 0, 1), (4, 1, 1), (6, 1, 2), (8, 2, 2), (9, 2, 2),
+                                                   (12, 2, 4), (16, 4, 4), (20, 4, 6), (32, 8, 8)])  # fmt: skip
+def test_a_token_uses_half_of_the_heads_by_default(heads, shared, routed):
+    of_layer = parse(*f"--num-attention-heads {heads} --head-dim 4 --num-layers 1".split()).model.heads
+    assert (*of_layer.num_shared_heads, *of_layer.num_active_routed_heads) == (shared, routed)
+
+
+@pytest.mark.parametrize("heads, keys, budget", [(9, 3, (0, 3)), (12, 6, (0, 6)), (14, 2, (2, 4)), (32, 8, (8, 8))])
 def test_the_default_budget_leaves_a_choice_in_every_group(heads, keys, budget):
     flags = f"--num-attention-heads {heads} --num-key-value-heads {keys} --hidden-size {16 * heads} --num-layers 1"
     config, _ = parse_config([*flags.split(), "--routing-unit", "head_in_group"])
