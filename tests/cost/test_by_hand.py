@@ -80,7 +80,8 @@ def test_heads_with_their_own_keys_save_scores_keys_and_cache():
 
 
 def test_wide_shared_heads_are_counted_with_their_own_widths():
-    widths = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --head-dims 128 128 64 64 64 64 32 32".split()
+    widths = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --head-dims 128 128 64 64 64 64 32 32"
+    widths = f"{widths} --num-shared-heads 4 --num-active-routed-heads 2".split()
     found = attention_products(parse_config(widths)[0].model, 0, 2048)
     used, every = 384 + 2 * 48, 576  # features: 4 shared heads and 2 of 4 routed ones
     keys_and_router, of_feature = 2 * 512 * every + 512 * 8, 2 * 512 + 2 * 1024  # W_Q and W_O; scores and values

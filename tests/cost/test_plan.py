@@ -30,7 +30,7 @@ BLOCKS_AND_BUDGET = """--num-layers 8 --hidden-size 512 --num-attention-heads 16
         (f"{LLAMA3_8B} --num-layers 8", 16, {1, 2, 4, 16}),
         (FEWER_HEADS_ABOVE, 4, {1}),
         (BLOCKS_AND_BUDGET, 8, {1, 2, 4}),
-        ("--preset 1M --fused-projections", 4, {1, 2}),
+        ("--preset 30M --fused-projections", 4, {1, 2}),
     ],
 )  # fmt: skip
 def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, tensor, capsys):

@@ -108,7 +108,7 @@ def by_hand(ranks, layout, steps, layer, shared):
     ],
 )
 def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout, world_size, more):
-    uneven = "--learning-rate", "0.3", "--routing", "paper"  # the rate is large, so that heads are used unevenly
+    uneven = "--learning-rate 0.3 --routing paper --num-shared-heads 4".split()  # the rate is large, so they are uneven
     flags = arguments(data_dir, tmp_path, *SHORT, "--head-curves", *uneven, *more)
     ranks = run_ranks(run_recorded, world_size, flags)
     logged = {row["step"]: row for row in read_rows(tmp_path) if "loss" in row}
@@ -177,7 +177,7 @@ def test_gates_of_layers_of_shared_heads_are_logged_too(data_dir, tmp_path, layo
 
 
 def test_a_head_that_is_never_selected_and_one_that_always_is():
-    model = ModelConfig(num_layers=1)  # 6 shared heads, 3 of 6 routed ones
+    model = ModelConfig(num_layers=1, heads=HeadsConfig("mixture", (6,), (3,)))  # of 12
     sums = np.array([[0.0, 5.0, 45, 90, 10, 9, 8, 3, 0, 0], [0.0, 5.0, 45, 0, 10, 10, 10, 0, 0, 0]])
     figures = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 3.0, ParallelConfig())
     assert figures["load"] == [[1, 0.95, 0.9, 0.15, 0, 0]]
@@ -201,7 +201,7 @@ def test_a_layer_that_no_token_uses_has_no_mean_gate():
 
 
 def test_a_head_map_has_a_square_for_every_head():
-    model = ModelConfig(num_layers=3, num_attention_heads=4)  # 2 shared heads, 1 of 2 routed ones
+    model = ModelConfig(num_layers=3, num_attention_heads=4, heads=HeadsConfig("mixture", (2,), (1,)))
     loads = [[0.0, 1.0], [0.25, 0.75], [0.5, 0.5]]
     picture = cells(head_map(model.routed_layers(), loads, 3, 4), 3, 4)
     assert np.abs(picture[:, 2:] / 255 - cividis(loads)).max() < 0.005
@@ -209,7 +209,8 @@ def test_a_head_map_has_a_square_for_every_head():
 
 
 def test_a_head_map_has_the_colours_of_the_run_report():
-    picture = head_map(ModelConfig(num_layers=1).routed_layers(), [np.linspace(0, 1, 6)], 1, 12)
+    layers = ModelConfig(num_layers=1, heads=HeadsConfig("mixture", (6,), (3,))).routed_layers()
+    picture = head_map(layers, [np.linspace(0, 1, 6)], 1, 12)
     bar = picture[-18, 120:220]
     assert np.abs(bar / 255 - cividis(np.linspace(0, 1, 100))).max() < 0.1
 

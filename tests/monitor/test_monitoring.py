@@ -133,8 +133,8 @@ def test_head_maps_of_all_and_of_each_source_are_in_tensorboard(two_ranks):
         for image in board.Images(tag):
             expected = heads[image.step].get(name) or heads[image.step]["source_load"][name]
             picture = cells(np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), 2, 8)
-            assert (picture[:, 4:] == colours(np.array(expected))).all()
-            assert (picture[:, :4] == 204).all()
+            assert (picture[:, 2:] == colours(np.array(expected))).all()
+            assert (picture[:, :2] == 204).all()
         assert [image.step for image in board.Images(tag)] == [4]
 
 

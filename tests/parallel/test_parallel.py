@@ -21,8 +21,8 @@ WIDTHS = dict(head_dim=8, head_dims=(8, 8, 6, 4, 4, 6, 2, 8))
 
 MODELS = {
     "paper": (dict(routing="paper", num_shared_heads=(4,), num_active_routed_heads=(2,)), {}),
-    "released": (dict(routing="released", load_balance_scope="global_batch"), {}),
-    "query norm": (dict(routing="query_norm"), {}),
+    "released": (dict(routing="released", load_balance_scope="global_batch", num_shared_heads=(4,)), {}),
+    "query norm": (dict(routing="query_norm", num_shared_heads=(4,)), {}),
     "budgets per layer and grouped queries": (
         dict(num_shared_heads=(8, 0), num_active_routed_heads=(3, 5)),
         dict(num_attention_heads=16, num_key_value_heads=8),
@@ -85,7 +85,7 @@ def train_all():
 
 def test_every_rank_holds_as_many_shared_and_routed_heads():
     for name, ranks in zip(("paper", "query norm"), zip(*run_ranks(held_heads, 2), strict=True), strict=True):
-        shared = MODELS[name][0].get("num_shared_heads", (4,))[0]
+        (shared,) = MODELS[name][0]["num_shared_heads"]
         assert sorted(head for heads in ranks for head in heads) == list(range(8))
         assert [sum(head < shared for head in heads) for heads in ranks] == [shared // 2] * 2
 

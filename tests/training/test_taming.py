@@ -183,7 +183,8 @@ def test_an_interval_after_a_cut_warmup_counts_the_steps_since(data_dir, tmp_pat
     run_ranks(run, 1, [*flags, "--dense-warmup-iters", "1", "--allow-routing-change"])
     row = training_rows(tmp_path)[-1]
     layers = parse_config(flags)[0].model.routed_layers()
-    assert [sum(load) for load in row["heads"]["load"]] == pytest.approx([layer.num_active for layer in layers])
+    active = pytest.approx([layer.num_active for layer in layers], abs=1e-4)  # six loads, rounded to five digits
+    assert [sum(load) for load in row["heads"]["load"]] == active
 
 
 def test_an_interval_that_began_in_the_warmup_has_no_heads(data_dir, tmp_path):

@@ -9,7 +9,7 @@ from tools.heads.importance import sample_shards, sample_text
 from tools.hf.convert.import_config import own_heads
 from tools.hf.convert.keys import ARCHITECTURES
 
-RELEASED = {  # half of the heads shared and a quarter routed, which is the default, stands in their code alone
+RELEASED = {  # that half of the heads are shared and a quarter is routed stands in their code alone
     "moh-llama3-8b": {"head_selection": "mixture", "routing": "query_norm", "routing_dtype": "bf16"},
 }
 
@@ -29,6 +29,8 @@ def wanted_heads(arguments, values):
             except ValueError as error:
                 problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     raise_any(problems)
+    if arguments.released and isinstance(heads := values.get("num_attention_heads"), int):
+        given = {"num_shared_heads": (heads // 2,), "num_active_routed_heads": (heads // 4,), **given}
     if values.get("model_type") not in ARCHITECTURES:
         return HeadsConfig(head_selection="all")  # ``model_config`` refuses it, with all other problems
     own = own_heads(values)
