@@ -86,12 +86,14 @@ def run(arguments):
 
 
 def differences(wanted, found):
-    """Sentences for parameters that are missing, of another shape, or unknown; at most ``MOST_PROBLEMS``."""
+    """Sentences for parameters that are missing, misshapen, not finite or unknown; at most ``MOST_PROBLEMS``."""
     problems = [f"{name}: is missing" for name in wanted if name not in found]
     for name, parameter in wanted.items():
         if name in found and found[name].shape != parameter.shape:
             shapes = list(found[name].shape), list(parameter.shape)
             problems.append(f"{name}: has shape {shapes[0]}, but {shapes[1]} in the preset")
+        elif name in found and not found[name].isfinite().all():
+            problems.append(f"{name}: is not finite")
     problems += [f"{name}: is not a parameter of the preset" for name in found if name not in wanted]
     if len(problems) > MOST_PROBLEMS:
         more = len(problems) - MOST_PROBLEMS + 1

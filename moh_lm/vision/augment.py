@@ -21,7 +21,10 @@ STRONGEST = 10  # the largest strength of RandAugment
 
 def random_crop(image, size, least_area, rng):
     """Resize a random part of the image to size x size. The part has at least ``least_area`` of the area and sides from
-    3:4 to 4:3 (Szegedy et al. 2014, arXiv 1409.4842)."""
+    3:4 to 4:3 (Szegedy et al. 2014, arXiv 1409.4842); of longer images, the middle if no such part is found. With a
+    ``least_area`` of 1 the whole image is resized."""
+    if least_area == 1:
+        return image.resize((size, size), Image.Resampling.BICUBIC)
     width, height = image.size
     for _ in range(10):
         area = width * height * rng.uniform(least_area, 1)

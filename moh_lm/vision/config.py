@@ -208,7 +208,11 @@ class ImageDataConfig:
     mixup: float = option(0.8, "alpha of Mixup for a ViT; 0: off")
     cutmix: float = option(1.0, "alpha of CutMix for a ViT; 0: off")
     random_erasing: float = option(0.25, "probability of Random Erasing for a ViT")
-    min_crop_area: float = option(0.08, "smallest share of an image that a random crop keeps, for a ViT; 1: no crops")
+    min_crop_area: float = option(
+        0.08,
+        "smallest share of an image that a random crop keeps, for a ViT; images longer than 4:3 may lose their ends; "
+        "1: no crops",
+    )
     horizontal_flip: float = option(0.5, "probability that a training image is mirrored")
     label_smoothing: float = option(0.1, "label smoothing for a ViT")
     repeated_augmentation: int = option(3, "augmentations of an image in a row, for a ViT; an epoch keeps its length")

@@ -50,8 +50,10 @@ def open_images(config):
             problems += [f"{flag} {text}" for text in error.problems]
     if len(sources) == len(paths):
         problems += class_problems(config.model.num_classes, *sources)
-        if len({getattr(source, "vae", None) for source in sources}) > 1:
-            given = f"--validation-dir {data.validation_dir}"
+        given = f"--validation-dir {data.validation_dir}"
+        if len({*map(type, sources)}) > 1:
+            problems.append(f"{given}: one of it and --data-dir holds images, the other latents; give both in one form")
+        elif len({getattr(source, "vae", None) for source in sources}) > 1:
             problems.append(f"{given}: was encoded by another autoencoder than --data-dir; encode both with one")
     raise_any(problems)
     return ImageSet(config, *sources)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
+from moh_lm.vision import packages  # noqa: F401 - before torch-fidelity
 from tools import evaluate_vision
 
 pytest.importorskip("torch_fidelity", reason="the extra fid is not installed")
 
-from moh_lm.vision import packages  # noqa: E402, F401 - before torch-fidelity
 from tools.tasks import image_metrics  # noqa: E402
 
 # isort: split
@@ -99,6 +99,8 @@ def test_distances_are_those_of_the_features(extractor, tmp_path, monkeypatch, c
         ("--samples good.npz --reference good.npz --inception text.npz", "--inception text.npz: does not hold weights"),
         ("--samples good.npz --reference good.npz --inception other.pt", "other.pt: is not the Inception"),
         ("--samples bad --reference good.npz --inception weights.pt", "--samples bad/0.png: cannot be read as an"),
+        ("--samples photos --reference good.npz --inception weights.pt", "--samples photos: has 0 PNGs, and 2 other"),
+        ("--samples uneven --reference good.npz --inception weights.pt", "5.png: is 40 x 32, and the images before it"),
     ],
 )
 def test_a_wrong_call_is_one_line(texts, words, extractor, tmp_path, monkeypatch, capsys):
@@ -107,6 +109,10 @@ def test_a_wrong_call_is_one_line(texts, words, extractor, tmp_path, monkeypatch
     (tmp_path / "bad").mkdir()
     for number in range(10):
         (tmp_path / f"bad/{number}.png").write_text("none")
+    for folder, name, size in (("photos", "a.jpg", 32), ("photos", "b.jpeg", 32), *(
+        ("uneven", f"{number}.png", 40 if number == 5 else 32) for number in range(10))):  # fmt: skip
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.new("RGB", (size, 32)).save(tmp_path / folder / name)
     torch.save({"fc.weight": torch.zeros(1)}, "other.pt")
     for name, images in ("good.npz", good), ("few.npz", good[:3]), ("grey.npz", good[..., 0]):
         np.savez(name, arr_0=images)

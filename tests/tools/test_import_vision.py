@@ -177,11 +177,13 @@ def test_each_key_that_differs_has_its_sentence(tmp_path, capsys):
     state = weights("vit")
     del state["head.bias"]
     state |= {"norm2.weight": torch.zeros(9), "block2.0.attn.wg_2.weight": torch.zeros(1)}
+    state["head.weight"][0, 1] = torch.nan
     torch.save(state, "file.pth")
     assert import_file("file.pth", "vit", "T-75") == 2
     assert capsys.readouterr().err.splitlines() == [
         "import_vision: file.pth: head.bias: is missing",
         "import_vision: file.pth: norm2.weight: has shape [9], but [8] in the preset",
+        "import_vision: file.pth: head.weight: is not finite",
         "import_vision: file.pth: block2.0.attn.wg_2.weight: is not a parameter of the preset",
     ]
     assert not (tmp_path / "run").exists()

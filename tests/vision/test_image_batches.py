@@ -150,6 +150,14 @@ def test_a_crop_has_the_area_and_the_shape_that_are_allowed():
     assert min(areas) > 0.27 and max(areas) > 0.85 and abs(np.mean(areas) - 0.6) < 0.1
 
 
+def test_without_crops_a_long_image_keeps_its_ends():
+    """The ends of the picture are white."""
+    row = np.zeros(300, np.uint8)
+    row[:30] = row[-30:] = 255
+    pixels = np.asarray(random_crop(Image.fromarray(np.repeat(row[None], 100, 0)), 50, 1.0, np.random.default_rng(0)))
+    assert (pixels[:, [0, -1]] == 255).all() and (pixels[:, 25] == 0).all()
+
+
 def test_a_crop_has_only_its_own_pixels():
     """The left half of a picture is black, although the right half is white."""
     half = Image.fromarray(np.repeat(np.repeat(np.uint8([0, 255]), 100)[None], 200, 0))

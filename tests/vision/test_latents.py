@@ -68,6 +68,15 @@ def test_held_out_latents_number_classes_in_the_same_order(place, tmp_path):
         open_images(replace(config, data=replace(config.data, validation_dir=str(tmp_path / "other"))))
 
 
+def test_images_beside_latents_are_not_called_another_encoding(place):
+    config = training(place / "fp32")
+    config = replace(config, data=replace(config.data, validation_dir=str(place / "images")))
+    with pytest.raises(ConfigError) as refusal:
+        open_images(config)
+    said = "\n".join(refusal.value.problems)
+    assert "one of it and --data-dir holds images, the other latents" in said and "autoencoder" not in said
+
+
 def test_latents_are_the_moments_of_images_and_their_mirrors(place):
     latents, vae = np.load(place / "fp32" / "latents.npy"), AutoencoderKL.from_pretrained(place / "vae")
     files = sorted((place / "images").glob("*/*.png"))

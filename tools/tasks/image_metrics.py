@@ -30,9 +30,11 @@ class Pictures(torch.utils.data.Dataset):
     """The images of an .npz or of a directory of PNGs, uint8 [3, H, W]. Raises ConfigError; ``flag`` is named in it."""
 
     def __init__(self, flag, path):
-        self.flag = flag
+        self.flag, self.size = flag, None
         try:
             self.images = pngs(path) if path.is_dir() else np.load(path)["arr_0"]
+        except ConfigError as error:
+            raise ConfigError([f"{flag} {path}: {error.problems[0]}"]) from error
         except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile) as error:
             neither = f"is neither an .npz with arr_0 nor a directory of PNGs ({error})"
             raise ConfigError([f"{flag} {path}: {neither}"]) from error
@@ -48,15 +50,25 @@ class Pictures(torch.utils.data.Dataset):
         image = self.images[index]
         if not isinstance(image, np.ndarray):
             try:
-                image = np.asarray(ImagePlace(image, "", 0, -1).read(3))
+                picture = ImagePlace(image, "", 0, -1).read(3)
             except ShardError as error:
                 raise ConfigError([f"{self.flag} {error}"]) from error
+            self.size = self.size or picture.size
+            if picture.size != self.size:
+                sizes = ("{} x {}".format(*size) for size in (picture.size, self.size))
+                given = "{}, and the images before it are {}".format(*sizes)
+                raise ConfigError([f"{self.flag} {image}: is {given}; give images of one size"])
+            image = np.asarray(picture)
         return torch.from_numpy(image.copy()).permute(2, 0, 1).expand(3, -1, -1)
 
 
 def pngs(directory):
-    """Paths of the PNGs below a directory, sorted."""
-    names = sorted(name for name in folder_files(str(directory)) if name.lower().endswith(".png"))
+    """Paths of the PNGs below a directory, sorted. Raises ConfigError if it has none, but other images."""
+    every = sorted(folder_files(str(directory)))
+    names = [name for name in every if name.lower().endswith(".png")]
+    if every and not names:
+        advice = "give PNGs of one size, as what JPEG loses counts too"
+        raise ConfigError([f"has 0 PNGs, and {len(every)} other images; {advice}"])
     return [os.path.join(directory, name) for name in names]
 
 
