@@ -1,8 +1,8 @@
 """Runs of another machine: OUT/runs.jsonl has what a report needs of every run, and ``--recorded`` takes them over.
 
-A line is a run: its name, hashes of its flags and of the text it read, its evaluations and its events. A run is taken
-over if this machine would train it with the same flags on the same text; its files then look as if it had been trained
-here, but for its checkpoints.
+A line is a run: its name, hashes of its flags and of what they name (its text, and files of --config), its evaluations
+and its events. A run is taken over if this machine would train it with the same flags on the same text; its files then
+look as if it had been trained here, but for its checkpoints.
 """
 
 import hashlib

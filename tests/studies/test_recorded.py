@@ -28,8 +28,11 @@ def plan_of(out, text, *more):
 @pytest.fixture
 def there(tmp_path):
     """OUT of another machine: three complete runs, one that has diverged, and one that is under way."""
-    out = tmp_path / "there"
-    plan = plan_of(out, "text")
+    return trained(plan_of(tmp_path / "there", "text"))
+
+
+def trained(plan):
+    """Leave these runs in OUT of a plan, and their report. Returns OUT."""
     for number, name in enumerate((*NAMES, "dense/rate-1.4-seed-1")):
         run = run_of(plan, name)
         begin(run)
@@ -42,8 +45,8 @@ def there(tmp_path):
         events += [{"step": 3, "event": "failed"}] * (number == 3)
         for file, lines in (("metrics", rows), ("events", events)):
             (run.directory / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.write(out, TABLE)
-    return out
+    report.write(plan.flags.out, TABLE)
+    return plan.flags.out
 
 
 def run_of(plan, name):
@@ -87,6 +90,20 @@ def test_runs_with_other_flags_or_other_text_are_left_out(there, tmp_path, chang
     with pytest.raises(ConfigError, match="none of its 4 runs has the flags and the text of this study"):
         recorded.take_over(plan, there / "runs.jsonl")
     assert not (tmp_path / "here/runs").exists()
+
+
+def test_runs_with_another_file_of_settings_are_left_out(tmp_path):
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    for file in files:
+        file.write_text("weight_decay: 0.1\n")
+    more = [text for file in files for text in ("--config", str(file))]
+    lines = trained(plan_of(tmp_path / "there", "text", *more)) / "runs.jsonl"
+    assert "4 runs were taken over" in recorded.take_over(plan_of(tmp_path / "same", "text", *more), lines)
+    for number, file in enumerate(files):
+        file.write_text("weight_decay: 0.5\n")
+        with pytest.raises(ConfigError, match="none of its 4 runs"):
+            recorded.take_over(plan_of(tmp_path / f"here-{number}", "text", *more), lines)
+        file.write_text("weight_decay: 0.1\n")
 
 
 def test_a_foreign_file_is_refused(there, tmp_path):
