@@ -7,6 +7,7 @@ look as if it had been trained here, but for its checkpoints.
 
 import hashlib
 import json
+import math
 import sys
 from itertools import product
 from pathlib import PurePosixPath
@@ -76,29 +77,40 @@ def take_over(plan, path):
 
     Raises ConfigError if the file is no runs.jsonl, or if none of its runs has the flags and the text of the plan.
     """
-    found, there, other = [], 0, 0
+    found, there, other = {}, 0, 0
+    lines = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
     try:
         for _, row in complete_rows(path):
             run = wanted(plan, row)
             if run is None:
                 other += 1
-            elif run.log.exists() or run.directory.exists():
+            elif run.directory in found or run.log.exists() or run.directory.exists():
                 there += 1
-            else:
-                found.append((run, {name: lines_of(row[name]) for name in ("events", "rows")}))
+            elif tells_the_end(row, run.iterations):
+                found[run.directory] = run, {name: lines_of(row[name]) for name in ("events", "rows")}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError([f"--recorded {path}: no study wrote it ({error!r}); give a runs.jsonl"]) from error
+    without = f"{other} have other flags or read other text, {lines - len(found) - there - other} are incomplete"
     if not found and not there:
-        raise ConfigError([f"--recorded {path}: none of its {other} runs has the flags and the text of this study"])
-    for run, texts in found:
+        advice = "give a runs.jsonl that this study, with these flags and this text, has written"
+        raise ConfigError([f"--recorded {path}: none of its {lines} runs can be taken over: {without}; {advice}"])
+    for run, texts in found.values():
         write(run, texts, path)
-    begun = f"{there} were begun or are complete here, {other} have other flags or read other text"
-    return f"{path.name}: {len(found)} runs were taken over, {begun}"
+    return f"{path.name}: {len(found)} runs were taken over, {there} were begun or are complete here, {without}"
 
 
 def lines_of(rows):
     """Lines of JSON. Raises TypeError or ValueError unless ``rows`` is a list of objects."""
     return "".join(json.dumps(dict(row.items())) + "\n" for row in rows)
+
+
+def tells_the_end(row, iterations):
+    """Whether a line has final losses, or a failure as its last event; all losses must be numbers or None."""
+    rows, events = row["rows"], [each.get("event") for each in row["events"]]
+    losses = {each["step"]: each["evaluation"] for each in rows if isinstance(each.get("evaluation"), dict)}
+    values = [loss for of in losses.values() for loss in of.values() if loss is not None]
+    known = all(type(loss) in (int, float) and math.isfinite(loss) for loss in values)
+    return known and bool(losses.get(iterations) or events[-1:] == ["failed"])
 
 
 def wanted(plan, row):

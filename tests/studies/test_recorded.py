@@ -64,7 +64,8 @@ def test_another_machine_writes_the_same_report_and_trains_none_of_them_again(th
     plan = plan_of(out, "text", "--rates", "1")
     said = recorded.take_over(plan, there / "runs.jsonl")
     assert said == (
-        "runs.jsonl: 4 runs were taken over, 0 were begun or are complete here, 0 have other flags or read other text"
+        "runs.jsonl: 4 runs were taken over, 0 were begun or are complete here, 0 have other flags or read other text, "
+        "0 are incomplete"
     )
     report.write(out, TABLE)
     assert (out / "REPORT.md").read_text() == (there / "REPORT.md").read_text()
@@ -87,7 +88,7 @@ def test_a_line_gives_a_run_its_losses_and_events(there):
 def test_runs_with_other_flags_or_other_text_are_left_out(there, tmp_path, change):
     more = ["--seq-length", "128"] if change == "flags" else []
     plan = plan_of(tmp_path / "here", "other" if change == "text" else "text", *more)
-    with pytest.raises(ConfigError, match="none of its 4 runs has the flags and the text of this study"):
+    with pytest.raises(ConfigError, match="none of its 4 runs can be taken over: 4 have other flags"):
         recorded.take_over(plan, there / "runs.jsonl")
     assert not (tmp_path / "here/runs").exists()
 
@@ -115,6 +116,41 @@ def test_a_foreign_file_is_refused(there, tmp_path):
         with pytest.raises(ConfigError, match="no study wrote it .*; give a runs.jsonl"):
             recorded.take_over(plan, path)
     assert not (tmp_path / "here/runs").exists()
+
+
+def test_a_run_that_stands_twice_in_a_file_is_taken_over_once(there, tmp_path):
+    plan, path = plan_of(tmp_path / "here", "text"), tmp_path / "both.jsonl"
+    path.write_bytes((there / "runs.jsonl").read_bytes() * 2)
+    assert "4 runs were taken over, 4 were begun or are complete here" in recorded.take_over(plan, path)
+    report.write(tmp_path / "here", TABLE)
+    assert (tmp_path / "here/runs.jsonl").read_bytes() == (there / "runs.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("evaluation", [None, "low", {}, {"a": "low"}, {"a": True}, {"a": {}}, "elsewhere", "no line"])
+def test_a_line_without_final_losses_is_left_out_and_counted(there, tmp_path, evaluation):
+    plan, path = plan_of(tmp_path / "here", "text"), tmp_path / "odd.jsonl"
+    first, *others = (there / "runs.jsonl").read_text().splitlines()
+    row = json.loads(first)
+    if evaluation == "elsewhere":
+        row["rows"].pop()
+    else:
+        row["rows"][-1]["evaluation"] = evaluation
+    odd = first[:-9] if evaluation == "no line" else json.dumps(row)
+    path.write_text("\n".join([odd, *others, "", ""]))
+    assert recorded.take_over(plan, path).startswith("odd.jsonl: 3 runs were taken over, 0 were begun")
+    assert not run_of(plan, row["run"].removeprefix("s2/")).directory.exists()
+    path.write_text(odd + "\n")
+    with pytest.raises(ConfigError, match="none of its 1 runs can be .*, 1 are incomplete; give a runs.jsonl"):
+        recorded.take_over(plan_of(tmp_path / "there too", "text"), path)
+    said = recorded.take_over(plan, there / "runs.jsonl")
+    assert "1 runs were taken over, 3 were begun" in said and said.endswith(", 0 are incomplete")
+
+
+def test_losses_that_are_not_finite_are_taken_over(there, tmp_path):
+    plan, path = plan_of(tmp_path / "here", "text"), tmp_path / "diverged.jsonl"
+    path.write_text((there / "runs.jsonl").read_text().replace('"a": 3.0,', '"a": null,'))
+    assert "4 runs were taken over" in recorded.take_over(plan, path)
+    assert recorded.has_diverged(run_of(plan, "dense/rate-1-seed-1").directory)
 
 
 @pytest.mark.parametrize(
