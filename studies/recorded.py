@@ -25,16 +25,24 @@ EVENTS = ("started", "alarm", "failed")
 
 
 def recorded(out, table):
-    """The content of runs.jsonl: a line for each run of ``table`` below ``out`` that is complete or has diverged."""
+    """The content of runs.jsonl: a line for each run of ``table`` below ``out`` that is complete or has diverged.
+
+    Lines of the present runs.jsonl stay before them: their runs are of another table, or below ``out`` no longer.
+    """
+    kept = {row["run"]: line for line, row in complete_rows(out / "runs.jsonl") if isinstance(row.get("run"), str)}
     lines = []
     for size, variant in product(table.sizes, table.variants):
         for directory in sorted((out / "runs" / size.name / variant.name).glob("rate-*-seed-*")):
             if factor_and_seed(directory) and has_ended(directory):
+                kept.pop(str(directory.relative_to(out / "runs")), None)
                 try:
-                    lines.append(json.dumps(row_of(directory, out)) + "\n")
+                    lines.append(json.dumps(row_of(directory, out)))
                 except (OSError, StopIteration, TypeError) as error:
                     print(f"left out of runs.jsonl: {directory} ({error!r})", file=sys.stderr)
-    return "".join(lines).encode()
+    if kept:
+        advice = "delete the file and write the report again to drop them"
+        print(f"{out / 'runs.jsonl'}: keeps {len(kept)} runs that this report has not found; {advice}", file=sys.stderr)
+    return "".join(f"{line}\n" for line in (*kept.values(), *lines)).encode()
 
 
 def has_ended(directory):

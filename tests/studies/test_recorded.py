@@ -1,13 +1,14 @@
 """Runs of another machine give the report that they gave there, and count as trained here."""
 
 import json
+import shutil
 import statistics
 from pathlib import Path
 
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import comparison, recorded, report, study
+from studies import atlas_forms, comparison, recorded, report, study
 from studies.study_arms import TABLE
 from tests.studies.written_runs import begin
 
@@ -164,6 +165,23 @@ def test_losses_that_are_not_finite_are_taken_over(there, tmp_path):
 def test_a_call_that_would_ignore_the_file_is_refused(tmp_path, more, problem):
     with pytest.raises(ConfigError, match=problem):
         plan_of(tmp_path, "text", "--recorded", str(tmp_path / "runs.jsonl"), *more.split())
+
+
+def test_a_report_keeps_the_lines_of_runs_that_it_does_not_find(there, capsys):
+    before = (there / "runs.jsonl").read_text().splitlines()
+    report.write(there, atlas_forms.TABLE)
+    assert (there / "runs.jsonl").read_text().splitlines() == before
+    assert "runs.jsonl: keeps 4 runs that this report has not found; delete the file" in capsys.readouterr().err
+    shutil.rmtree(there / "runs/s2/dense")
+    metrics = there / "runs/s2/gated-50/rate-1.4-seed-1/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"a": 3.2', '"a": 3.3'))
+    report.write(there, TABLE)
+    after = (there / "runs.jsonl").read_text().splitlines()
+    places = [number for number, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    assert [json.loads(after[place])["run"] for place in places] == ["s2/gated-50/rate-1.4-seed-1"]
+    shutil.rmtree(there / "runs")
+    report.write(there, TABLE)
+    assert (there / "runs.jsonl").read_text().splitlines() == after
 
 
 def test_a_run_that_nobody_can_tell_is_left_out_and_named(there, capsys):
