@@ -28,7 +28,7 @@ from moh_lm.monitor.surroundings import commit
 from moh_lm.run.state import read_state
 from moh_lm.run.text import open_data
 from moh_lm.supervise.run_directory import lock_run_directory
-from studies.results import events, final_evaluation, metrics
+from studies.results import events, final_evaluation, has_diverged, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
@@ -53,6 +53,10 @@ class Run(NamedTuple):
 
     def is_complete(self):
         return bool(final_evaluation(self.directory, self.iterations))
+
+    def has_ended(self):
+        """Whether it is complete or has diverged, and is therefore not trained again."""
+        return self.is_complete() or has_diverged(self.directory)
 
 
 def as_flags(values):

@@ -80,9 +80,9 @@ def test_forms_are_tuned_then_compared_and_nothing_is_done_twice(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_run_that_diverged_is_never_trained_again(tmp_path):
-    flags = "--variants dense --sizes s --seeds 1 --rates".split()
-    for rates, name in (("1",), "s/dense/rate-1-seed-1"), (("0.5", "1", "2"), "s/dense/rate-0.5-seed-0"):
+def test_a_run_that_diverged_is_never_planned_or_trained_again(tmp_path, capsys):
+    flags, several = "--variants dense --sizes s --seeds 1 --rates".split(), ("0.5", "1", "2")
+    for rates, name, planned in (("1",), "s/dense/rate-1-seed-1", []), (several, "s/dense/rate-0.5-seed-0", ["10"]):
         run = make(tmp_path, *flags, *rates).next_run(set(), {})
         assert run.name == name
         run.directory.mkdir(parents=True)
@@ -94,6 +94,9 @@ def test_a_run_that_diverged_is_never_trained_again(tmp_path):
         plan = make(tmp_path, *flags, *rates)  # as the same command again does
         found = plan.next_run(set(), {})
         assert found is None or found.name != name
+        plan.describe_plan()
+        said = capsys.readouterr().out.splitlines()
+        assert [line.split()[1] for line in said if line.startswith("planned: ")] == planned
     assert plan.tuning_losses(VARIANTS[0])[0.5] == {0: math.inf}
 
 
@@ -120,7 +123,7 @@ def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, caps
     write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
     plan.describe_plan()
     said = capsys.readouterr().out
-    assert "planned: 7 runs" in said and "complete already: 1 runs" in said
+    assert "planned: 7 runs" in said and "complete or diverged already: 1 runs" in said
 
 
 def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
