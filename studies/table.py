@@ -160,6 +160,8 @@ def read_flags(parser, texts, program, instead):
     flags, others = parser.parse_known_args(texts)
     flags.others = from_here(others)
     problems = parser.all_problems()
+    if flags.report and not flags.out.is_dir():
+        problems.append(f"OUT {flags.out}: is not a directory; give --report one in which runs were trained")
     if TUNING_SEED in getattr(flags, "seeds", ()):
         judge = "tunes the learning rates, so it cannot judge them; choose others"
         problems.append(f"--seeds {TUNING_SEED}: {judge}")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import multipliers, report, results, study_arms, tuning
+from studies import ablation, atlas, ladder, multipliers, report, results, study_arms, tuning
 from studies.atlas_forms import TABLE
 from tests.studies.written_runs import write_run, write_times
 
@@ -38,6 +38,13 @@ def test_a_report_replaces_its_own_files_and_no_others(tmp_path, name):
     with pytest.raises(ConfigError, match=f"{name}: was written or changed by someone else; move it"):
         written(tmp_path)
     assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", [ablation, atlas, ladder])
+def test_a_report_of_a_mistyped_directory_is_refused(command, tmp_path, capsys):
+    assert command.main([str(tmp_path / "typo"), "--data-dir", "data", "--report"]) == 2
+    said = f"OUT {tmp_path / 'typo'}: is not a directory; give --report one in which runs were trained"
+    assert said in capsys.readouterr().err and not (tmp_path / "typo").exists()
 
 
 def test_alarms_of_a_run_without_events_are_unknown(tmp_path):
