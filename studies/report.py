@@ -13,9 +13,10 @@ from moh_lm.data.files import publish_own
 from studies import results
 from studies.multipliers import multipliers
 from studies.pictures import draw
+from studies.questions import answers
 from studies.recorded import recorded
 from studies.results import DENSE, LENGTHS, final_loss, final_losses, flops, significance, spread, tokens_of
-from studies.table import SEEDS, TUNING_SEED
+from studies.table import TUNING_SEED
 from studies.times import read_times
 from studies.tuning import choosing_losses, tuning_sections
 
@@ -37,7 +38,7 @@ def write(out, table):
     scale = {size: multipliers(variants) for size, variants in sizes.items()}
     times = {size: read_times(out, size, DENSE) for size in sizes}
     diverged = {
-        size: {name for name, factor, _ in runs if factor == chosen.get(name, factor)}
+        size: {(name, seed) for name, factor, seed in runs if factor == chosen.get(name, factor)}
         for size, runs in diverged.items()
     }
     elsewhere = {
@@ -142,54 +143,6 @@ def markdown(sizes, scale, table, tuned, left_out, times, answered):
     for size, variants in sizes.items():
         lines += losses_section(size, variants)
     return "\n".join([*lines, *tuning_sections(tuned, table.sizes[0])]) + "\n"
-
-
-def answers(sizes, table, diverged, elsewhere):
-    """Return lines with the differences that answer the questions of the table, by size, and the answers.
-
-    diverged: {size: variants of which a compared run diverged}; at a size that decides, they are not better than
-    others. elsewhere: {size: variants that have no run there at their best factor yet}; such a question is open.
-    """
-    rows, ruling = [], [size.name for size in table.sizes[:2]]
-    gave_up, early = (set().union(*(of.get(size, ()) for size in ruling)) for of in (diverged, elsewhere))
-    for name, against, question in table.questions:
-        found = {
-            size: results.differences(variants.get(name, {}), variants.get(against, {}))
-            for size, variants in sizes.items()
-        }
-        if any(found.values()):
-            lost = gave_up & {name, against}  # their seeds will never be complete
-            answer = verdict([found.get(size) for size in ruling], 2 if lost else len(SEEDS))
-            if {"better": name, "worse": against}.get(answer) in gave_up:
-                answer = "undecided"
-            if early & {name, against}:
-                answer = "open"
-            rows.append([name, against, question, *map(limits, found.values()), answer])
-    titles = ["", "against", "", *(f"difference at {size}" for size in sizes), "answer"]
-    return ["## Questions", "", *results.write_table(titles, rows), ""] if rows else []
-
-
-def verdict(found, seeds):
-    """The answer to a question, whose differences at the sizes that decide are ``found``.
-
-    "better" or "worse": the 90% interval at the first size excludes zero, and the means at the others have its sign.
-    It is "open" until each size has ``seeds`` pairs.
-    """
-    if any(len(differences or ()) < seeds for differences in found):
-        return "open"
-    (center, width), *others = map(results.interval, found)
-    if width < abs(center) and all(other * center > 0 for other, _ in others):
-        return "better" if center < 0 else "worse"
-    return "undecided"
-
-
-def limits(differences):
-    """The mean of the differences with the ends of its interval and the number of seeds; empty without any."""
-    if not differences:
-        return ""
-    center, width = results.interval(differences)
-    ends = f" [{center - width:+.4f}, {center + width:+.4f}]" if width < math.inf else ""
-    return f"{center:+.4f}{ends} ({len(differences)})"
 
 
 def losses_section(size, variants):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import ablation, atlas, ladder, multipliers, report, results, study_arms, tuning
+from studies import ablation, atlas, ladder, multipliers, report, results, tuning
 from studies.atlas_forms import TABLE
 from tests.studies.written_runs import write_run, write_times
 
@@ -227,45 +227,6 @@ def test_the_evaluation_before_the_last_is_an_interval_earlier():
     assert report.finite_steps(run) == {1020}
     config.run.eval_interval = 0
     assert report.finite_steps({**run, "evaluations": {0: {"a": 3.0}, 2041: {"a": 3.0}}}) == set()
-
-
-def test_an_answer_needs_the_interval_of_one_size_and_the_sign_of_the_next(tmp_path):
-    bases = (3.0, 3.2, 3.1)
-    write_losses(tmp_path, "gated-50", bases)
-    write_losses(tmp_path, "gated", [base + lead for base, lead in zip(bases, (0.1, 0.11, 0.12), strict=True)])
-    assert answer(tmp_path) == "open"
-    for lead, seeds, expected in ((0.01, 2, "open"), (-0.01, 3, "undecided"), (0.01, 3, "better")):
-        shutil.rmtree(tmp_path / "runs/m", ignore_errors=True)
-        for name, loss in (("gated", 3.0), ("gated-50", 3.0 - lead)):
-            for seed in range(1, seeds + 1):
-                write_run(tmp_path, f"m/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss}}, [90])
-        assert answer(tmp_path) == expected
-    last = {0: START, 10: {"a": None}}
-    write_run(tmp_path, "m/gated-50/rate-1-seed", 4, last, [90])
-    assert answer(tmp_path) == "undecided"  # it would be better, but for the run that diverged
-
-
-def test_a_size_that_lacks_the_best_rate_answers_nothing(tmp_path):
-    for seed in (1, 2, 3):
-        for size in ("s2", "m2"):
-            for name, loss in (("gated", 3.0), ("gated-50", 2.9)):
-                write_run(tmp_path, f"{size}/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss + seed / 99}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "better"
-    for seed in (1, 2, 3):
-        write_run(tmp_path, "s2/gated-50/rate-0.7-seed", seed, {0: START, 10: {"a": 2.8 + seed / 99}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "open"
-    for seed in (1, 2):
-        write_run(tmp_path, "m2/gated-50/rate-0.7-seed", seed, {0: START, 10: {"a": 2.8 + seed / 99}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "open"
-    write_run(tmp_path, "m2/gated-50/rate-0.7-seed", 3, {0: START, 10: {"a": None}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "undecided"
-
-
-def answer(out, table=TABLE):
-    """What the report in ``out`` answers to one question of the table."""
-    lines, _ = written(out, table)
-    (row,) = [line for line in lines if "half of the heads, all gated, or all of them" in line]
-    return row.split("|")[-2].strip()
 
 
 def test_a_multiplier_says_for_how_many_seeds_it_is_known(tmp_path):
