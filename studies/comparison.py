@@ -163,7 +163,7 @@ class Comparison:
         losses = self.tuning_losses(tuned)
         bracket, middle = search(mean_losses(losses, [TUNING_SEED]), rates)
         likely = middle or sorted(rates)[len(rates) // 2]
-        factors, best = search(mean_losses(losses, SEEDS), neighbours(likely, bracket))
+        factors, best = search(mean_losses(losses, SEEDS), neighbours(likely, bracket), bracket)
         size, bracketed = self.table.sizes[0], middle is not None
         trials = [Trial(size, tuned, factor, TUNING_SEED) for factor in bracket]
         trials += [Trial(size, tuned, factor, seed, bracketed) for factor in factors for seed in SEEDS]

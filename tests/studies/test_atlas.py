@@ -47,6 +47,24 @@ def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
     assert tuning.search({0.125: 3.0, **known}, rates)[1] == 0.25
 
 
+def test_beyond_an_edge_comes_the_next_rate_of_the_bracket():
+    bracket = [0.7, 1, 1.4, 1.96]
+    low, high = {1: 3.0, 1.4: 3.1, 1.96: 3.2}, {0.7: 3.2, 1: 3.1, 1.4: 3.0}
+    assert tuning.search(low, [1, 1.4, 1.96], bracket) == ([1, 1.4, 1.96, 0.7], None)
+    assert tuning.search(high, [0.7, 1, 1.4], bracket) == ([0.7, 1, 1.4, 1.96], None)
+    assert tuning.search(low | {0.7: 2.9}, [1, 1.4, 1.96], bracket)[0][-1] == 0.49  # beyond the bracket
+    assert tuning.search(low | {0.714: 3.1}, [1, 1.4, 1.96], bracket)[1] == 1  # what stands beyond the best will do
+
+
+def test_tuning_with_three_seeds_tries_factors_of_the_first(tmp_path):
+    plan = make(tmp_path, *"--variants dense --sizes s --seeds 1 --rates 0.7 1 1.4".split())
+    while (run := plan.next_run(set(), {})) and not run.name.startswith("s/dense/rate-0.7-seed-1"):
+        factor, seed = run.directory.name.removeprefix("rate-").split("-seed-")
+        loss = 3 + abs(float(factor) - (1 if int(seed) else 1.4)) / 9
+        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": loss}})
+    assert sorted(plan.tuning_losses(VARIANTS[0])) == [0.7, 1, 1.4, 1.96]
+
+
 def test_a_factor_has_the_digits_of_its_directory(tmp_path):
     flags = "--rates 0.7071067811865476 1 1.4142135623730951 --variants dense --sizes s".split()
     rates = make(tmp_path, *flags).flags.rates

@@ -45,7 +45,7 @@ def test_an_answer_waits_for_all_seeds_of_the_protocol(tmp_path):
     assert answer(tmp_path) == "better"
 
 
-def test_a_run_that_diverged_does_not_replace_those_that_are_due(tmp_path):
+def test_a_run_that_diverged_replaces_none_that_is_due(tmp_path):
     for size, seeds in PROTOCOL.items():
         for seed in seeds:
             write(tmp_path, f"{size}/gated/rate-1", seed, None if (size, seed) == ("s2", 5) else 3.0 + seed / 99)
