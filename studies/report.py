@@ -36,7 +36,7 @@ def write(out, table):
     sizes = {size: alike(runs, left_out.setdefault(size, [])) for size, (runs, _) in placed.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
     scale = {size: multipliers(variants) for size, variants in sizes.items()}
-    times = {size: read_times(out, size, DENSE) for size in sizes}
+    times = {size.name: read_times(out, size.name, DENSE) for size in table.sizes}
     diverged = {
         size: {(name, seed) for name, factor, seed in runs if factor == chosen.get(name, factor)}
         for size, runs in diverged.items()
@@ -128,6 +128,8 @@ def markdown(sizes, scale, table, tuned, left_out, times, answered):
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     for size, variants in sizes.items():
         lines += [*size_section(size, heads[size], variants, scale[size], times[size]), ""]
+    for size, machines in times.items():
+        lines += seconds_section(size, sizes.get(size, {}), machines)
     lines += answered
     named = [f"- size {size}, {words}" for size, of in left_out.items() for words in of]
     lines += ["Left out. A form whose runs diverge is worse than its row says.", "", *named, ""] if named else []
@@ -216,6 +218,17 @@ def size_section(size, heads, variants, found, times):
     ordered = {name: [run for _, run in sorted(runs.items())] for name, runs in variants.items()}
     rows = [[name, *(write(name, runs) for write in columns.values())] for name, runs in ordered.items()]
     yield from results.write_table(["", *columns], rows)
+
+
+def seconds_section(size, variants, times):
+    """The seconds of timed variants without a row in the table of their size. times: {machine: ``read_times``}."""
+    names = sorted({name for of in times.values() for name in of} - {DENSE, *variants})
+    if names:
+        yield f"## Seconds of a step at size {size}, {DENSE} = 1, of variants that are not compared yet"
+        yield ""
+        rows = [[name, *(in_rounds(of.get(name)) for of in times.values())] for name in names]
+        yield from results.write_table(["", *times], rows)
+        yield ""
 
 
 def in_rounds(ratios):

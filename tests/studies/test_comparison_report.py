@@ -221,6 +221,20 @@ def test_a_report_of_timed_steps_needs_no_losses_of_dense(tmp_path, dense):
     assert (tmp_path / "seconds-s-a-machine.png").exists() == dense
 
 
+@pytest.mark.parametrize("complete", [[], ["dense"], ["dense", "gated-50", "static-50"]])
+def test_seconds_of_a_step_need_no_complete_run(tmp_path, complete):
+    for name, rounds in (("dense", [2e-3, 2e-3]), ("gated-50", [1e-3, 3e-3]), ("static-50", [1.6e-3])):
+        for number, seconds in enumerate(rounds, 1):
+            write_times(tmp_path / f"times/a-machine/s/{name}/round-{number}", seconds)
+    write_times(tmp_path / "times/a-machine/m/dense/round-1", 4e-3)
+    for name in complete:
+        write_losses(tmp_path, name, [3.0])
+    text = "\n".join(written(tmp_path)[0])
+    assert text.count("1.000 (0.500 to 1.500)") == text.count("0.800 (0.800 to 0.800)") == 1
+    assert ("## Seconds of a step at size s, dense = 1" in text) == (len(complete) < 3)
+    assert "at size m" not in text  # there, only dense was timed
+
+
 def test_the_evaluation_before_the_last_is_an_interval_earlier():
     config = SimpleNamespace(run=SimpleNamespace(train_iters=2041, eval_interval=1020))
     run = {"config": config, "evaluations": dict.fromkeys((0, 1020, 2040, 2041), {"a": 3.0})}
