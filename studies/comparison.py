@@ -163,7 +163,7 @@ class Comparison:
         losses = self.tuning_losses(tuned)
         bracket, middle = search(mean_losses(losses, [TUNING_SEED]), rates)
         likely = middle or sorted(rates)[len(rates) // 2]
-        factors, best = search(mean_losses(losses, SEEDS), neighbours(likely, bracket))
+        factors, best = search(mean_losses(losses, SEEDS), neighbours(likely, bracket), bracket)
         size, bracketed = self.table.sizes[0], middle is not None
         trials = [Trial(size, tuned, factor, TUNING_SEED) for factor in bracket]
         trials += [Trial(size, tuned, factor, seed, bracketed) for factor in factors for seed in SEEDS]
@@ -198,7 +198,7 @@ class Comparison:
             if not trial.known:
                 continue
             run = self.run(trial)
-            begun = run.directory in {*busy, *codes} or run.is_complete() or has_diverged(run.directory)
+            begun = run.directory in {*busy, *codes} or run.has_ended()
             if not begun and (left == math.inf or self.hours(trial, speeds[trial.size]) <= left):
                 return run
         return None
@@ -240,13 +240,13 @@ class Comparison:
         return OVERHEAD * tokens * cost / dense / speed / 3600
 
     def describe_plan(self):
-        """Print what is complete, what fits into the hours, and what is left out."""
+        """Print what has ended, what fits into the hours, and what is left out."""
         there, planned, left_out = 0, {}, {}
         free = [0.0] * jobs_of(self.flags)  # when each job ends
         speeds = {size: self.speed(size) for size in self.trained}
         for trial in self.trials():
             cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
-            if self.run(trial).is_complete():
+            if self.run(trial).has_ended():
                 there += 1
                 continue
             hours = self.hours(trial, speeds[trial.size])
@@ -262,4 +262,4 @@ class Comparison:
             print(f"{title}: {sum(map(len, cells.values()))} runs, {total:.1f} hours of one job")
             for cell, hours in cells.items():
                 print(f"    {cell:<28}{len(hours)} x {mean(hours):.2f} h")
-        print(f"complete already: {there} runs. Hours are estimated from a few steps of the dense model.")
+        print(f"complete or diverged already: {there} runs. Hours are estimated from a few steps of the dense model.")

@@ -31,16 +31,15 @@ def multipliers(variants):
     dense = [variants.get(name, {}) for name in LENGTHS]
     found = {}
     for name, runs in variants.items():
-        if name in LENGTHS:
-            continue
-        told = []
-        runs = [(seed, run) for seed, run in runs.items() if all(seed in of for of in dense)]
-        for seed, run in runs:
-            points = {tokens_of(of[seed]): final_loss(of[seed]) for of in dense}
-            told.append(tokens_of_dense(points, final_loss(run)))
-        logs = [math.log(told_[0] / tokens_of(run)) for told_, (_, run) in zip(told, runs, strict=True) if told_]
-        if logs:
-            center, width = interval(logs)
+        told = [  # (ln of a seed's multiplier, whether it lies between dense runs)
+            (math.log(at[0] / tokens_of(run)), at[1])
+            for seed, run in runs.items()
+            if name not in LENGTHS
+            and all(seed in of for of in dense)
+            and (at := tokens_of_dense({tokens_of(of[seed]): final_loss(of[seed]) for of in dense}, final_loss(run)))
+        ]
+        if told:
+            center, width = interval([log for log, _ in told])
             bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
-            found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_), len(logs))
+            found[name] = (math.exp(center), *bounds, all(inside for _, inside in told), len(told))
     return found

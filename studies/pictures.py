@@ -28,7 +28,7 @@ def draw(out, sizes, times):
     if any(of.keys() - {*LENGTHS} for of in leads.values()):
         draw_losses(out / "losses.png", leads)
     for size, machines in times.items():
-        for machine, seconds in machines.items() if DENSE in leads[size] else ():
+        for machine, seconds in machines.items() if DENSE in leads.get(size, {}) else ():
             draw_seconds(out / f"seconds-{size}-{machine}.png", sizes[size], leads[size], seconds)
 
 

@@ -1,12 +1,13 @@
 """Runs of another machine: OUT/runs.jsonl has what a report needs of every run, and ``--recorded`` takes them over.
 
-A line is a run: its name, hashes of its flags and of the text it read, its evaluations and its events. A run is taken
-over if this machine would train it with the same flags on the same text; its files then look as if it had been trained
-here, but for its checkpoints.
+A line is a run: its name, hashes of its flags and of what they name (its text, and files of --config), its evaluations
+and its events. A run is taken over if this machine would train it with the same flags on the same text; its files then
+look as if it had been trained here, but for its checkpoints.
 """
 
 import hashlib
 import json
+import math
 import sys
 from itertools import product
 from pathlib import PurePosixPath
@@ -24,16 +25,24 @@ EVENTS = ("started", "alarm", "failed")
 
 
 def recorded(out, table):
-    """The content of runs.jsonl: a line for each run of ``table`` below ``out`` that is complete or has diverged."""
+    """The content of runs.jsonl: a line for each run of ``table`` below ``out`` that is complete or has diverged.
+
+    Lines of the present runs.jsonl stay before them: their runs are of another table, or below ``out`` no longer.
+    """
+    kept = {row["run"]: line for line, row in complete_rows(out / "runs.jsonl") if isinstance(row.get("run"), str)}
     lines = []
     for size, variant in product(table.sizes, table.variants):
         for directory in sorted((out / "runs" / size.name / variant.name).glob("rate-*-seed-*")):
             if factor_and_seed(directory) and has_ended(directory):
+                kept.pop(str(directory.relative_to(out / "runs")), None)
                 try:
-                    lines.append(json.dumps(row_of(directory, out)) + "\n")
+                    lines.append(json.dumps(row_of(directory, out)))
                 except (OSError, StopIteration, TypeError) as error:
                     print(f"left out of runs.jsonl: {directory} ({error!r})", file=sys.stderr)
-    return "".join(lines).encode()
+    if kept:
+        advice = "delete the file and write the report again to drop them"
+        print(f"{out / 'runs.jsonl'}: keeps {len(kept)} runs that this report has not found; {advice}", file=sys.stderr)
+    return "".join(f"{line}\n" for line in (*kept.values(), *lines)).encode()
 
 
 def has_ended(directory):
@@ -76,29 +85,40 @@ def take_over(plan, path):
 
     Raises ConfigError if the file is no runs.jsonl, or if none of its runs has the flags and the text of the plan.
     """
-    found, there, other = [], 0, 0
+    found, there, other = {}, 0, 0
+    lines = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
     try:
         for _, row in complete_rows(path):
             run = wanted(plan, row)
             if run is None:
                 other += 1
-            elif run.log.exists() or run.directory.exists():
+            elif run.directory in found or run.log.exists() or run.directory.exists():
                 there += 1
-            else:
-                found.append((run, {name: lines_of(row[name]) for name in ("events", "rows")}))
+            elif tells_the_end(row, run.iterations):
+                found[run.directory] = run, {name: lines_of(row[name]) for name in ("events", "rows")}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError([f"--recorded {path}: no study wrote it ({error!r}); give a runs.jsonl"]) from error
+    without = f"{other} have other flags or read other text, {lines - len(found) - there - other} are incomplete"
     if not found and not there:
-        raise ConfigError([f"--recorded {path}: none of its {other} runs has the flags and the text of this study"])
-    for run, texts in found:
+        advice = "give a runs.jsonl that this study, with these flags and this text, has written"
+        raise ConfigError([f"--recorded {path}: none of its {lines} runs can be taken over: {without}; {advice}"])
+    for run, texts in found.values():
         write(run, texts, path)
-    begun = f"{there} were begun or are complete here, {other} have other flags or read other text"
-    return f"{path.name}: {len(found)} runs were taken over, {begun}"
+    return f"{path.name}: {len(found)} runs were taken over, {there} were begun or are complete here, {without}"
 
 
 def lines_of(rows):
     """Lines of JSON. Raises TypeError or ValueError unless ``rows`` is a list of objects."""
     return "".join(json.dumps(dict(row.items())) + "\n" for row in rows)
+
+
+def tells_the_end(row, iterations):
+    """Whether a line has final losses, or a failure as its last event; all losses must be numbers or None."""
+    rows, events = row["rows"], [each.get("event") for each in row["events"]]
+    losses = {each["step"]: each["evaluation"] for each in rows if isinstance(each.get("evaluation"), dict)}
+    values = [loss for of in losses.values() for loss in of.values() if loss is not None]
+    known = all(type(loss) in (int, float) and math.isfinite(loss) for loss in values)
+    return known and bool(losses.get(iterations) or events[-1:] == ["failed"])
 
 
 def wanted(plan, row):

@@ -13,9 +13,10 @@ from moh_lm.data.files import publish_own
 from studies import results
 from studies.multipliers import multipliers
 from studies.pictures import draw
+from studies.questions import answers
 from studies.recorded import recorded
 from studies.results import DENSE, LENGTHS, final_loss, final_losses, flops, significance, spread, tokens_of
-from studies.table import SEEDS, TUNING_SEED
+from studies.table import TUNING_SEED
 from studies.times import read_times
 from studies.tuning import choosing_losses, tuning_sections
 
@@ -35,9 +36,9 @@ def write(out, table):
     sizes = {size: alike(runs, left_out.setdefault(size, [])) for size, (runs, _) in placed.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
     scale = {size: multipliers(variants) for size, variants in sizes.items()}
-    times = {size: read_times(out, size, DENSE) for size in sizes}
+    times = {size.name: read_times(out, size.name, DENSE) for size in table.sizes}
     diverged = {
-        size: {name for name, factor, _ in runs if factor == chosen.get(name, factor)}
+        size: {(name, seed) for name, factor, seed in runs if factor == chosen.get(name, factor)}
         for size, runs in diverged.items()
     }
     elsewhere = {
@@ -127,6 +128,8 @@ def markdown(sizes, scale, table, tuned, left_out, times, answered):
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     for size, variants in sizes.items():
         lines += [*size_section(size, heads[size], variants, scale[size], times[size]), ""]
+    for size, machines in times.items():
+        lines += seconds_section(size, sizes.get(size, {}), machines)
     lines += answered
     named = [f"- size {size}, {words}" for size, of in left_out.items() for words in of]
     lines += ["Left out. A form whose runs diverge is worse than its row says.", "", *named, ""] if named else []
@@ -142,54 +145,6 @@ def markdown(sizes, scale, table, tuned, left_out, times, answered):
     for size, variants in sizes.items():
         lines += losses_section(size, variants)
     return "\n".join([*lines, *tuning_sections(tuned, table.sizes[0])]) + "\n"
-
-
-def answers(sizes, table, diverged, elsewhere):
-    """Return lines with the differences that answer the questions of the table, by size, and the answers.
-
-    diverged: {size: variants of which a compared run diverged}; at a size that decides, they are not better than
-    others. elsewhere: {size: variants that have no run there at their best factor yet}; such a question is open.
-    """
-    rows, ruling = [], [size.name for size in table.sizes[:2]]
-    gave_up, early = (set().union(*(of.get(size, ()) for size in ruling)) for of in (diverged, elsewhere))
-    for name, against, question in table.questions:
-        found = {
-            size: results.differences(variants.get(name, {}), variants.get(against, {}))
-            for size, variants in sizes.items()
-        }
-        if any(found.values()):
-            lost = gave_up & {name, against}  # their seeds will never be complete
-            answer = verdict([found.get(size) for size in ruling], 2 if lost else len(SEEDS))
-            if {"better": name, "worse": against}.get(answer) in gave_up:
-                answer = "undecided"
-            if early & {name, against}:
-                answer = "open"
-            rows.append([name, against, question, *map(limits, found.values()), answer])
-    titles = ["", "against", "", *(f"difference at {size}" for size in sizes), "answer"]
-    return ["## Questions", "", *results.write_table(titles, rows), ""] if rows else []
-
-
-def verdict(found, seeds):
-    """The answer to a question, whose differences at the sizes that decide are ``found``.
-
-    "better" or "worse": the 90% interval at the first size excludes zero, and the means at the others have its sign.
-    It is "open" until each size has ``seeds`` pairs.
-    """
-    if any(len(differences or ()) < seeds for differences in found):
-        return "open"
-    (center, width), *others = map(results.interval, found)
-    if width < abs(center) and all(other * center > 0 for other, _ in others):
-        return "better" if center < 0 else "worse"
-    return "undecided"
-
-
-def limits(differences):
-    """The mean of the differences with the ends of its interval and the number of seeds; empty without any."""
-    if not differences:
-        return ""
-    center, width = results.interval(differences)
-    ends = f" [{center - width:+.4f}, {center + width:+.4f}]" if width < math.inf else ""
-    return f"{center:+.4f}{ends} ({len(differences)})"
 
 
 def losses_section(size, variants):
@@ -263,6 +218,17 @@ def size_section(size, heads, variants, found, times):
     ordered = {name: [run for _, run in sorted(runs.items())] for name, runs in variants.items()}
     rows = [[name, *(write(name, runs) for write in columns.values())] for name, runs in ordered.items()]
     yield from results.write_table(["", *columns], rows)
+
+
+def seconds_section(size, variants, times):
+    """The seconds of timed variants without a row in the table of their size. times: {machine: ``read_times``}."""
+    names = sorted({name for of in times.values() for name in of} - {DENSE, *variants})
+    if names:
+        yield f"## Seconds of a step at size {size}, {DENSE} = 1, of variants that are not compared yet"
+        yield ""
+        rows = [[name, *(in_rounds(of.get(name)) for of in times.values())] for name in names]
+        yield from results.write_table(["", *times], rows)
+        yield ""
 
 
 def in_rounds(ratios):

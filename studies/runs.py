@@ -28,7 +28,7 @@ from moh_lm.monitor.surroundings import commit
 from moh_lm.run.state import read_state
 from moh_lm.run.text import open_data
 from moh_lm.supervise.run_directory import lock_run_directory
-from studies.results import events, final_evaluation, metrics
+from studies.results import events, final_evaluation, has_diverged, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
@@ -53,6 +53,10 @@ class Run(NamedTuple):
 
     def is_complete(self):
         return bool(final_evaluation(self.directory, self.iterations))
+
+    def has_ended(self):
+        """Whether it is complete or has diverged, and is therefore not trained again."""
+        return self.is_complete() or has_diverged(self.directory)
 
 
 def as_flags(values):
@@ -107,19 +111,25 @@ def contradiction(run):
 
 
 def inputs(run):
-    """A line with a hash of what the run reads: the manifest of its text, and the file of --config."""
-    texts = [part for text in run.arguments for part in text.split("=", 1)]
-    named = {name: Path(value) for name, value in pairwise(texts) if name in ("--config", "--data-dir")}
-    files = [path / "manifest.json" if name == "--data-dir" else path for name, path in sorted(named.items())]
+    """A line with a hash of what the run reads: the files of --config, and the manifest of its text."""
+    files = [*paths(run, "--config"), *(path / "manifest.json" for path in paths(run, "--data-dir"))]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists()))
     return INPUTS + digest.hexdigest().encode() + b"\n"
 
 
+def paths(run, flag):
+    """The paths that a flag of the run names."""
+    texts = [part for text in run.arguments for part in text.split("=", 1)]
+    return [Path(value) for name, value in pairwise(texts) if name == flag]
+
+
 def content(run):
-    """A line with a hash of the tokens that the run reads and of their tokenizer, equal wherever they were made."""
+    """A line with a hash of the tokens that the run reads, of their tokenizer and of the files of --config, equal
+    wherever they were made."""
     found = hashlib.sha256()
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # a run will say what is wrong
-        manifest = read_json(Path(run.arguments[run.arguments.index("--data-dir") + 1]) / "manifest.json")
+        found.update(b"".join(file.read_bytes() for file in paths(run, "--config")))
+        manifest = read_json(paths(run, "--data-dir")[-1] / "manifest.json")
         sources = sorted(manifest["sources"].items())
         units = [(name, unit["content"]) for name, source in sources for unit in source["units"].values()]
         found.update(json.dumps([manifest["tokenizer"]["sha256"], units]).encode())

@@ -12,7 +12,7 @@ from studies.table import Size, Table, Variant
 # steps as a warm-up, what the first hundred steps did to dense decided the comparison (docs/history/study.md).
 SIZES = (
     Size("s2", 8, 8e-3, 1.425, "--num-layers 3 --hidden-size 96 --head-dim 16 --num-key-value-heads 2 "
-         "--intermediate-size 256 --batch-tokens 2K --micro-batch-size 8", warmup=30, evaluations=2),
+         "--intermediate-size 256 --batch-tokens 2K --micro-batch-size 8", warmup=30, evaluations=2, seeds=5),
     Size("m2", 8, 6e-3, 1.92, "--num-layers 3 --hidden-size 128 --head-dim 32 --num-key-value-heads 2 "
          "--intermediate-size 352 --batch-tokens 4K --micro-batch-size 16", warmup=30, evaluations=2),
     Size("l2", 16, 2e-3, 3.4, "--num-layers 4 --hidden-size 384 --head-dim 32 --num-key-value-heads 4 "

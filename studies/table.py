@@ -72,7 +72,8 @@ def numbers(values):
 class Size(NamedTuple):
     """rate: the learning rate that factors multiply. tokens: tokens of a run per parameter of the first variant, if
     ``iterations`` are not given. layers: see ``Variant.arguments``. warmup: percent of the iterations. evaluations: how
-    many a run has, evenly spaced, besides those before its first step and after its last."""
+    many a run has, evenly spaced, besides those before its first step and after its last. seeds: how many a comparison
+    needs at this size before it answers a question."""
 
     name: str
     heads: int
@@ -83,6 +84,7 @@ class Size(NamedTuple):
     iterations: int | None = None
     warmup: int = 5
     evaluations: int = 8
+    seeds: int = len(SEEDS)
 
 
 class Table(NamedTuple):
@@ -160,6 +162,8 @@ def read_flags(parser, texts, program, instead):
     flags, others = parser.parse_known_args(texts)
     flags.others = from_here(others)
     problems = parser.all_problems()
+    if flags.report and not flags.out.is_dir():
+        problems.append(f"OUT {flags.out}: is not a directory; give --report one in which runs were trained")
     if TUNING_SEED in getattr(flags, "seeds", ()):
         judge = "tunes the learning rates, so it cannot judge them; choose others"
         problems.append(f"--seeds {TUNING_SEED}: {judge}")

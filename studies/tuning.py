@@ -24,11 +24,11 @@ def choosing_losses(losses):
     return mean_losses(losses, SEEDS) or mean_losses(losses, [TUNING_SEED])
 
 
-def search(losses, rates):
+def search(losses, rates, bracket=()):
     """Return (factors to try, the best one or None), given {factor: loss} so far and the initial ``rates``.
 
-    While the best is the lowest or the highest tried, a factor beyond it is added, as far from it as its neighbour. A
-    factor that diverged has the loss inf.
+    While the best is the lowest or the highest tried, a factor beyond it is added: the next of the ``bracket`` that an
+    earlier search tried, or else one as far from it as its neighbour. A factor that diverged has the loss inf.
     """
     wanted = [*rates, *(each for each in losses if each not in rates)]
     while len(wanted) < MOST_RATES and losses.keys() >= set(wanted):
@@ -36,7 +36,9 @@ def search(losses, rates):
         if ordered[0] < best < ordered[-1]:
             break
         neighbour = ordered[1] if best == ordered[0] else ordered[-2]
-        wanted.append(factor(f"{best * best / neighbour:.3g}"))
+        beyond = [each for each in bracket if (each - best) * (best - neighbour) > 0]
+        extrapolated = factor(f"{best * best / neighbour:.3g}")
+        wanted.append(min(beyond, key=lambda each: abs(each - best), default=extrapolated))
     known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
     return wanted, min(wanted, key=losses.get) if known else None
 

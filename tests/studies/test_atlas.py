@@ -47,6 +47,24 @@ def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
     assert tuning.search({0.125: 3.0, **known}, rates)[1] == 0.25
 
 
+def test_beyond_an_edge_comes_the_next_rate_of_the_bracket():
+    bracket = [0.7, 1, 1.4, 1.96]
+    low, high = {1: 3.0, 1.4: 3.1, 1.96: 3.2}, {0.7: 3.2, 1: 3.1, 1.4: 3.0}
+    assert tuning.search(low, [1, 1.4, 1.96], bracket) == ([1, 1.4, 1.96, 0.7], None)
+    assert tuning.search(high, [0.7, 1, 1.4], bracket) == ([0.7, 1, 1.4, 1.96], None)
+    assert tuning.search(low | {0.7: 2.9}, [1, 1.4, 1.96], bracket)[0][-1] == 0.49  # beyond the bracket
+    assert tuning.search(low | {0.714: 3.1}, [1, 1.4, 1.96], bracket)[1] == 1  # what stands beyond the best will do
+
+
+def test_tuning_with_three_seeds_tries_factors_of_the_first(tmp_path):
+    plan = make(tmp_path, *"--variants dense --sizes s --seeds 1 --rates 0.7 1 1.4".split())
+    while (run := plan.next_run(set(), {})) and not run.name.startswith("s/dense/rate-0.7-seed-1"):
+        factor, seed = run.directory.name.removeprefix("rate-").split("-seed-")
+        loss = 3 + abs(float(factor) - (1 if int(seed) else 1.4)) / 9
+        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": loss}})
+    assert sorted(plan.tuning_losses(VARIANTS[0])) == [0.7, 1, 1.4, 1.96]
+
+
 def test_a_factor_has_the_digits_of_its_directory(tmp_path):
     flags = "--rates 0.7071067811865476 1 1.4142135623730951 --variants dense --sizes s".split()
     rates = make(tmp_path, *flags).flags.rates
@@ -80,9 +98,9 @@ def test_forms_are_tuned_then_compared_and_nothing_is_done_twice(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_run_that_diverged_is_never_trained_again(tmp_path):
-    flags = "--variants dense --sizes s --seeds 1 --rates".split()
-    for rates, name in (("1",), "s/dense/rate-1-seed-1"), (("0.5", "1", "2"), "s/dense/rate-0.5-seed-0"):
+def test_a_run_that_diverged_is_never_planned_or_trained_again(tmp_path, capsys):
+    flags, several = "--variants dense --sizes s --seeds 1 --rates".split(), ("0.5", "1", "2")
+    for rates, name, planned in (("1",), "s/dense/rate-1-seed-1", []), (several, "s/dense/rate-0.5-seed-0", ["10"]):
         run = make(tmp_path, *flags, *rates).next_run(set(), {})
         assert run.name == name
         run.directory.mkdir(parents=True)
@@ -94,6 +112,9 @@ def test_a_run_that_diverged_is_never_trained_again(tmp_path):
         plan = make(tmp_path, *flags, *rates)  # as the same command again does
         found = plan.next_run(set(), {})
         assert found is None or found.name != name
+        plan.describe_plan()
+        said = capsys.readouterr().out.splitlines()
+        assert [line.split()[1] for line in said if line.startswith("planned: ")] == planned
     assert plan.tuning_losses(VARIANTS[0])[0.5] == {0: math.inf}
 
 
@@ -120,7 +141,7 @@ def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, caps
     write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
     plan.describe_plan()
     said = capsys.readouterr().out
-    assert "planned: 7 runs" in said and "complete already: 1 runs" in said
+    assert "planned: 7 runs" in said and "complete or diverged already: 1 runs" in said
 
 
 def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):

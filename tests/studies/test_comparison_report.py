@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import multipliers, report, results, study_arms, tuning
+from studies import ablation, atlas, ladder, multipliers, report, results, tuning
 from studies.atlas_forms import TABLE
 from tests.studies.written_runs import write_run, write_times
 
@@ -38,6 +38,13 @@ def test_a_report_replaces_its_own_files_and_no_others(tmp_path, name):
     with pytest.raises(ConfigError, match=f"{name}: was written or changed by someone else; move it"):
         written(tmp_path)
     assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", [ablation, atlas, ladder])
+def test_a_report_of_a_mistyped_directory_is_refused(command, tmp_path, capsys):
+    assert command.main([str(tmp_path / "typo"), "--data-dir", "data", "--report"]) == 2
+    said = f"OUT {tmp_path / 'typo'}: is not a directory; give --report one in which runs were trained"
+    assert said in capsys.readouterr().err and not (tmp_path / "typo").exists()
 
 
 def test_alarms_of_a_run_without_events_are_unknown(tmp_path):
@@ -214,51 +221,26 @@ def test_a_report_of_timed_steps_needs_no_losses_of_dense(tmp_path, dense):
     assert (tmp_path / "seconds-s-a-machine.png").exists() == dense
 
 
+@pytest.mark.parametrize("complete", [[], ["dense"], ["dense", "gated-50", "static-50"]])
+def test_seconds_of_a_step_need_no_complete_run(tmp_path, complete):
+    for name, rounds in (("dense", [2e-3, 2e-3]), ("gated-50", [1e-3, 3e-3]), ("static-50", [1.6e-3])):
+        for number, seconds in enumerate(rounds, 1):
+            write_times(tmp_path / f"times/a-machine/s/{name}/round-{number}", seconds)
+    write_times(tmp_path / "times/a-machine/m/dense/round-1", 4e-3)
+    for name in complete:
+        write_losses(tmp_path, name, [3.0])
+    text = "\n".join(written(tmp_path)[0])
+    assert text.count("1.000 (0.500 to 1.500)") == text.count("0.800 (0.800 to 0.800)") == 1
+    assert ("## Seconds of a step at size s, dense = 1" in text) == (len(complete) < 3)
+    assert "at size m" not in text  # there, only dense was timed
+
+
 def test_the_evaluation_before_the_last_is_an_interval_earlier():
     config = SimpleNamespace(run=SimpleNamespace(train_iters=2041, eval_interval=1020))
     run = {"config": config, "evaluations": dict.fromkeys((0, 1020, 2040, 2041), {"a": 3.0})}
     assert report.finite_steps(run) == {1020}
     config.run.eval_interval = 0
     assert report.finite_steps({**run, "evaluations": {0: {"a": 3.0}, 2041: {"a": 3.0}}}) == set()
-
-
-def test_an_answer_needs_the_interval_of_one_size_and_the_sign_of_the_next(tmp_path):
-    bases = (3.0, 3.2, 3.1)
-    write_losses(tmp_path, "gated-50", bases)
-    write_losses(tmp_path, "gated", [base + lead for base, lead in zip(bases, (0.1, 0.11, 0.12), strict=True)])
-    assert answer(tmp_path) == "open"
-    for lead, seeds, expected in ((0.01, 2, "open"), (-0.01, 3, "undecided"), (0.01, 3, "better")):
-        shutil.rmtree(tmp_path / "runs/m", ignore_errors=True)
-        for name, loss in (("gated", 3.0), ("gated-50", 3.0 - lead)):
-            for seed in range(1, seeds + 1):
-                write_run(tmp_path, f"m/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss}}, [90])
-        assert answer(tmp_path) == expected
-    last = {0: START, 10: {"a": None}}
-    write_run(tmp_path, "m/gated-50/rate-1-seed", 4, last, [90])
-    assert answer(tmp_path) == "undecided"  # it would be better, but for the run that diverged
-
-
-def test_a_size_that_lacks_the_best_rate_answers_nothing(tmp_path):
-    for seed in (1, 2, 3):
-        for size in ("s2", "m2"):
-            for name, loss in (("gated", 3.0), ("gated-50", 2.9)):
-                write_run(tmp_path, f"{size}/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss + seed / 99}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "better"
-    for seed in (1, 2, 3):
-        write_run(tmp_path, "s2/gated-50/rate-0.7-seed", seed, {0: START, 10: {"a": 2.8 + seed / 99}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "open"
-    for seed in (1, 2):
-        write_run(tmp_path, "m2/gated-50/rate-0.7-seed", seed, {0: START, 10: {"a": 2.8 + seed / 99}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "open"
-    write_run(tmp_path, "m2/gated-50/rate-0.7-seed", 3, {0: START, 10: {"a": None}}, [90])
-    assert answer(tmp_path, study_arms.TABLE) == "undecided"
-
-
-def answer(out, table=TABLE):
-    """What the report in ``out`` answers to one question of the table."""
-    lines, _ = written(out, table)
-    (row,) = [line for line in lines if "half of the heads, all gated, or all of them" in line]
-    return row.split("|")[-2].strip()
 
 
 def test_a_multiplier_says_for_how_many_seeds_it_is_known(tmp_path):

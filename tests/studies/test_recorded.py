@@ -1,13 +1,14 @@
 """Runs of another machine give the report that they gave there, and count as trained here."""
 
 import json
+import shutil
 import statistics
 from pathlib import Path
 
 import pytest
 
 from moh_lm.config import ConfigError
-from studies import comparison, recorded, report, study
+from studies import atlas_forms, comparison, recorded, report, study
 from studies.study_arms import TABLE
 from tests.studies.written_runs import begin
 
@@ -28,8 +29,11 @@ def plan_of(out, text, *more):
 @pytest.fixture
 def there(tmp_path):
     """OUT of another machine: three complete runs, one that has diverged, and one that is under way."""
-    out = tmp_path / "there"
-    plan = plan_of(out, "text")
+    return trained(plan_of(tmp_path / "there", "text"))
+
+
+def trained(plan):
+    """Leave these runs in OUT of a plan, and their report. Returns OUT."""
     for number, name in enumerate((*NAMES, "dense/rate-1.4-seed-1")):
         run = run_of(plan, name)
         begin(run)
@@ -42,8 +46,8 @@ def there(tmp_path):
         events += [{"step": 3, "event": "failed"}] * (number == 3)
         for file, lines in (("metrics", rows), ("events", events)):
             (run.directory / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.write(out, TABLE)
-    return out
+    report.write(plan.flags.out, TABLE)
+    return plan.flags.out
 
 
 def run_of(plan, name):
@@ -61,7 +65,8 @@ def test_another_machine_writes_the_same_report_and_trains_none_of_them_again(th
     plan = plan_of(out, "text", "--rates", "1")
     said = recorded.take_over(plan, there / "runs.jsonl")
     assert said == (
-        "runs.jsonl: 4 runs were taken over, 0 were begun or are complete here, 0 have other flags or read other text"
+        "runs.jsonl: 4 runs were taken over, 0 were begun or are complete here, 0 have other flags or read other text, "
+        "0 are incomplete"
     )
     report.write(out, TABLE)
     assert (out / "REPORT.md").read_text() == (there / "REPORT.md").read_text()
@@ -84,9 +89,23 @@ def test_a_line_gives_a_run_its_losses_and_events(there):
 def test_runs_with_other_flags_or_other_text_are_left_out(there, tmp_path, change):
     more = ["--seq-length", "128"] if change == "flags" else []
     plan = plan_of(tmp_path / "here", "other" if change == "text" else "text", *more)
-    with pytest.raises(ConfigError, match="none of its 4 runs has the flags and the text of this study"):
+    with pytest.raises(ConfigError, match="none of its 4 runs can be taken over: 4 have other flags"):
         recorded.take_over(plan, there / "runs.jsonl")
     assert not (tmp_path / "here/runs").exists()
+
+
+def test_runs_with_another_file_of_settings_are_left_out(tmp_path):
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    for file in files:
+        file.write_text("weight_decay: 0.1\n")
+    more = [text for file in files for text in ("--config", str(file))]
+    lines = trained(plan_of(tmp_path / "there", "text", *more)) / "runs.jsonl"
+    assert "4 runs were taken over" in recorded.take_over(plan_of(tmp_path / "same", "text", *more), lines)
+    for number, file in enumerate(files):
+        file.write_text("weight_decay: 0.5\n")
+        with pytest.raises(ConfigError, match="none of its 4 runs"):
+            recorded.take_over(plan_of(tmp_path / f"here-{number}", "text", *more), lines)
+        file.write_text("weight_decay: 0.1\n")
 
 
 def test_a_foreign_file_is_refused(there, tmp_path):
@@ -100,6 +119,41 @@ def test_a_foreign_file_is_refused(there, tmp_path):
     assert not (tmp_path / "here/runs").exists()
 
 
+def test_a_run_that_stands_twice_in_a_file_is_taken_over_once(there, tmp_path):
+    plan, path = plan_of(tmp_path / "here", "text"), tmp_path / "both.jsonl"
+    path.write_bytes((there / "runs.jsonl").read_bytes() * 2)
+    assert "4 runs were taken over, 4 were begun or are complete here" in recorded.take_over(plan, path)
+    report.write(tmp_path / "here", TABLE)
+    assert (tmp_path / "here/runs.jsonl").read_bytes() == (there / "runs.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("evaluation", [None, "low", {}, {"a": "low"}, {"a": True}, {"a": {}}, "elsewhere", "no line"])
+def test_a_line_without_final_losses_is_left_out_and_counted(there, tmp_path, evaluation):
+    plan, path = plan_of(tmp_path / "here", "text"), tmp_path / "odd.jsonl"
+    first, *others = (there / "runs.jsonl").read_text().splitlines()
+    row = json.loads(first)
+    if evaluation == "elsewhere":
+        row["rows"].pop()
+    else:
+        row["rows"][-1]["evaluation"] = evaluation
+    odd = first[:-9] if evaluation == "no line" else json.dumps(row)
+    path.write_text("\n".join([odd, *others, "", ""]))
+    assert recorded.take_over(plan, path).startswith("odd.jsonl: 3 runs were taken over, 0 were begun")
+    assert not run_of(plan, row["run"].removeprefix("s2/")).directory.exists()
+    path.write_text(odd + "\n")
+    with pytest.raises(ConfigError, match="none of its 1 runs can be .*, 1 are incomplete; give a runs.jsonl"):
+        recorded.take_over(plan_of(tmp_path / "there too", "text"), path)
+    said = recorded.take_over(plan, there / "runs.jsonl")
+    assert "1 runs were taken over, 3 were begun" in said and said.endswith(", 0 are incomplete")
+
+
+def test_losses_that_are_not_finite_are_taken_over(there, tmp_path):
+    plan, path = plan_of(tmp_path / "here", "text"), tmp_path / "diverged.jsonl"
+    path.write_text((there / "runs.jsonl").read_text().replace('"a": 3.0,', '"a": null,'))
+    assert "4 runs were taken over" in recorded.take_over(plan, path)
+    assert recorded.has_diverged(run_of(plan, "dense/rate-1-seed-1").directory)
+
+
 @pytest.mark.parametrize(
     "more, problem",
     [
@@ -111,6 +165,23 @@ def test_a_foreign_file_is_refused(there, tmp_path):
 def test_a_call_that_would_ignore_the_file_is_refused(tmp_path, more, problem):
     with pytest.raises(ConfigError, match=problem):
         plan_of(tmp_path, "text", "--recorded", str(tmp_path / "runs.jsonl"), *more.split())
+
+
+def test_a_report_keeps_the_lines_of_runs_that_it_does_not_find(there, capsys):
+    before = (there / "runs.jsonl").read_text().splitlines()
+    report.write(there, atlas_forms.TABLE)
+    assert (there / "runs.jsonl").read_text().splitlines() == before
+    assert "runs.jsonl: keeps 4 runs that this report has not found; delete the file" in capsys.readouterr().err
+    shutil.rmtree(there / "runs/s2/dense")
+    metrics = there / "runs/s2/gated-50/rate-1.4-seed-1/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"a": 3.2', '"a": 3.3'))
+    report.write(there, TABLE)
+    after = (there / "runs.jsonl").read_text().splitlines()
+    places = [number for number, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    assert [json.loads(after[place])["run"] for place in places] == ["s2/gated-50/rate-1.4-seed-1"]
+    shutil.rmtree(there / "runs")
+    report.write(there, TABLE)
+    assert (there / "runs.jsonl").read_text().splitlines() == after
 
 
 def test_a_run_that_nobody_can_tell_is_left_out_and_named(there, capsys):
