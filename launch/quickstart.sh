@@ -17,12 +17,8 @@ MODEL=( # 3.4M parameters
     --num-layers 4
     --hidden-size 192
     --intermediate-size 512
-    --num-attention-heads 8
+    --num-attention-heads 8 # 2 are always on, and 2 of the other 6 are chosen for each token: the default
     --vocab-size 4096
-)
-HEADS=( # 2 heads are always on, and 2 of the other 6 are chosen for each token
-    --num-shared-heads 2
-    --num-active-routed-heads 2
 )
 DATA=(
     --data-dir "$out/data"
@@ -60,7 +56,7 @@ export HF_HUB_OFFLINE=1
 make_data 4096 "$out"
 
 step "Pretraining"
-run python -m moh_lm.pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" \
+run python -m moh_lm.pretrain "${MODEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" \
     ${given[@]+"${given[@]}"} # none: bash before 4.4
 
 step "Export to Hugging Face form"

@@ -1,4 +1,4 @@
-"""The answers that a report gives to the questions of its table, by the rules of docs/study.md."""
+"""The answers that a report gives to the questions of its table, by the rules of docs/history/study.md."""
 
 import math
 

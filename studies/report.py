@@ -139,7 +139,7 @@ def markdown(sizes, scale, table, tuned, left_out, times, answered):
         "To dense, to static: means of the differences seed by seed with 90% intervals; before: at the evaluation",
         "before the last. Seconds: of a step, median and range over rounds. Sc: tokens with which dense ends at this",
         "loss, over own tokens; *: a seed lies beyond the dense runs. Sw: the same in seconds. Better, worse: the",
-        "interval at the first size excludes zero, and the mean at the second has its sign (docs/study.md).",
+        "interval at the first size excludes zero, and the mean at the second has its sign (docs/history/study.md).",
         "",
     ]
     for size, variants in sizes.items():

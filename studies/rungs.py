@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from moh_lm.checkpoint.directory import list_steps
+from moh_lm.config import BUDGETS, SPREAD, flag
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.flags import make_parser, parse_config, parse_flags
 from studies.atlas_forms import COMMON
@@ -32,6 +33,7 @@ def rungs_of(flags, sizes):
     rungs, given = {}, parse_flags(make_parser(), flags.others).values
     for size in sizes:
         arguments = ["--preset", size, *COMMON, "--micro-batch-size", "16", "--schedule", "wsd", *flags.others]
+        arguments += numbers_of_heads(arguments, flags)
         whole = iterations(arguments, size, flags)
         usual = {"warmup_iters": whole // 25, "eval_interval": whole, "save_interval": whole // DECAY, "keep_last": 0}
         arguments += as_flags({key.replace("_", "-"): value for key, value in usual.items() if key not in given})
@@ -41,6 +43,15 @@ def rungs_of(flags, sizes):
     return rungs
 
 
+def numbers_of_heads(arguments, flags):
+    """Return a preset's numbers of heads as flags, so that an OUT in which presets had others is refused."""
+    given = parse_flags(make_parser(), flags.others).values
+    if given.get("head_selection", "mixture") != "mixture" or given.keys() & {*BUDGETS, *SPREAD}:
+        return []
+    heads = parse_config(arguments)[0].model.heads
+    return [text for name in BUDGETS for text in (flag(name), *map(str, getattr(heads, name)))]
+
+
 def width_runs(flags):
     """Return a run for every width and rate, with the first width as base width and without one."""
     runs = []
@@ -48,6 +59,7 @@ def width_runs(flags):
         for base in dict.fromkeys((flags.widths[0], width)):
             size = {"hidden-size": width, "num-layers": 4, "micro-batch-size": 16, "base-width": base}
             arguments = ["--preset", "1M", *COMMON, *as_flags(size), *flags.others]
+            arguments += numbers_of_heads(arguments, flags)
             steps = iterations(arguments, "1M", flags)
             for rate in flags.rates:
                 name, own = f"width-{width}-base-{base}-rate-{rate:g}", {"learning-rate": f"{rate:g}"}

@@ -353,6 +353,12 @@ def test_a_token_uses_half_of_the_heads_by_default(heads, shared, routed):
     assert (*of_layer.num_shared_heads, *of_layer.num_active_routed_heads) == (shared, routed)
 
 
+@pytest.mark.parametrize("heads, shared, routed", [(8, 0, 4), (8, 4, 1), (12, 9, 1), (16, 2, 6)])
+def test_routed_heads_make_half_with_given_shared_ones(heads, shared, routed):
+    flags = f"--num-attention-heads {heads} --head-dim 4 --num-layers 1 --num-shared-heads {shared}"
+    assert parse(*flags.split()).model.heads.num_active_routed_heads == (routed,)
+
+
 @pytest.mark.parametrize("heads, keys, budget", [(9, 3, (0, 3)), (12, 6, (0, 6)), (14, 2, (2, 4)), (32, 8, (8, 8))])
 def test_the_default_budget_leaves_a_choice_in_every_group(heads, keys, budget):
     flags = f"--num-attention-heads {heads} --num-key-value-heads {keys} --hidden-size {16 * heads} --num-layers 1"

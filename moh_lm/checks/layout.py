@@ -139,7 +139,9 @@ def tensor_problems(model, tp):
                 f"--num-attention-heads {heads}"
             )
         elif leading % step:
-            found.append(f"{leading} heads that are always active: every rank must hold equally many{whole_groups}")
+            least = "" if model.heads.head_selection == "static" else ", or give --num-shared-heads 0"
+            equal = f"every rank must hold equally many{whole_groups}{least}"
+            found.append(f"{leading} heads that are always active: {equal}")
     return list(dict.fromkeys(found))
 
 

@@ -17,12 +17,12 @@ class HeadsConfig:
         choices=("all", "mixture", "static", "gated"),
     )
     num_shared_heads: tuple[int, ...] = option(
-        (), "heads that are always active: one value, or one per layer (default: a quarter of the heads)"
+        (), "heads that are always active: one value, or one per layer (default: at most a quarter of the heads)"
     )
     num_active_routed_heads: tuple[int, ...] = option(
         (),
-        "K, the routed heads that are active per token: one value, or one per layer (default: with a quarter that "
-        "is always active, half of the heads)",
+        "K, the routed heads that are active per token: one value, or one per layer (default: as many as make "
+        "half of the heads with the shared ones)",
         replaces="head_budget",
     )
     head_budget: float | None = text_option(

@@ -77,9 +77,10 @@ def latent_sizes(model, head_dim):
 
 
 def with_budgets(heads, counts, num_layers, group):
-    """Return a ``HeadsConfig`` with the numbers of shared and routed heads of each layer: by default half of the heads.
+    """Return a ``HeadsConfig`` with the numbers of shared and routed heads of each layer.
 
-    If groups of heads are routed, both are whole groups. counts: heads, one number or one per layer. group: number of
+    By default a token uses half of the heads (docs/history/study.md, rule 4), of which at most half are shared. If
+    groups of heads are routed, both are whole groups. counts: heads, one number or one per layer. group: number of
     heads that share a key/value head.
     """
     if heads.head_selection == "gated":
@@ -87,29 +88,29 @@ def with_budgets(heads, counts, num_layers, group):
     if not heads.num_active_routed_heads:
         budgets = spread_budget(heads, for_every_layer(counts, num_layers), group, heads.num_shared_heads)
         heads = replace(heads, **budgets)
-    budgets = [default_budget(heads, number, group) for number in counts]
-    shared = heads.num_shared_heads or tuple(shared for shared, _ in budgets)
-    routed = heads.num_active_routed_heads or tuple(routed for _, routed in budgets)
-    return replace(
-        heads,
-        num_shared_heads=for_every_layer(shared, num_layers),
-        num_active_routed_heads=for_every_layer(routed, num_layers),
+    experts = [experts_of(heads, number, group) for number in for_every_layer(counts, num_layers)]
+    shared = heads.num_shared_heads or tuple(shared_by_default(number) * size for number, size in experts)
+    shared = for_every_layer(shared, num_layers)
+    routed = heads.num_active_routed_heads or tuple(
+        min(max(size, number // 2 * size - on), number * size - on)
+        for (number, size), on in zip(experts, shared, strict=False)
     )
+    return replace(heads, num_shared_heads=shared, num_active_routed_heads=for_every_layer(routed, num_layers))
 
 
-def default_budget(heads, number, group):
-    """Return (shared heads, routed heads per token) of a layer: half of its heads (docs/study.md, rule 4).
+def experts_of(heads, number, group):
+    """Return from how many experts the router of a layer chooses, in each group if it chooses inside groups, and how
+    many heads each choice adds."""
+    if heads.head_selection != "mixture" or heads.routing_unit == "head":
+        return number, 1
+    groups, size = number // max(1, group), max(1, group)
+    return (size, groups) if heads.routing_unit == "head_in_group" else (groups, size)
 
-    At most a quarter are shared. From two on their number is even, so that two tensor-parallel ranks can hold equally
-    many.
-    """
-    experts, size = number, 1  # experts that the router chooses from, and heads of each of them
-    if heads.head_selection == "mixture" and heads.routing_unit != "head":
-        experts, size = number // max(1, group), max(1, group)
-    if heads.head_selection == "mixture" and heads.routing_unit == "head_in_group":
-        experts, size = size, experts  # the same choice in every group
-    shared = experts // 8 * 2 or experts // 4
-    return shared * size, max(1, experts // 2 - shared) * size
+
+def shared_by_default(experts):
+    """Return a quarter of the experts, and from two on an even number: without grouped queries, two tensor-parallel
+    ranks can then hold equally many."""
+    return experts // 8 * 2 or experts // 4
 
 
 def gated_mixture(heads, counts):

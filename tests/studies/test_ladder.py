@@ -122,6 +122,16 @@ def test_a_rung_has_the_flags_of_those_that_are_there(tmp_path, capsys):
     assert "3M/tokens-20: --num-key-value-heads 4: must divide" in capsys.readouterr().err
 
 
+def test_a_rung_of_a_preset_with_other_heads_is_refused(tmp_path, capsys):
+    given = [str(tmp_path), "--data-dir", "data", "--rungs", "1M"]
+    (run, *_), *_ = rungs.rungs_of(ladder.parse_arguments(given), ["1M"]).values()
+    begin(run)
+    log = run.log.read_text()
+    run.log.write_text(log.replace("--num-shared-heads 1 1 1 1 1 ", "--num-shared-heads 2 2 2 2 2 "))
+    assert run.log.read_text() != log and ladder.main(given) == 2
+    assert "1M/tokens-20.log: its run has other flags" in capsys.readouterr().err
+
+
 def test_two_commands_do_not_train_in_one_directory(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("moh_lm.supervise.run_directory.LOCK_SECONDS", 0)
     with runs.lock_directory(tmp_path):

@@ -171,9 +171,9 @@ class MoHLlamaConfig(PretrainedConfig):
         self.layer_heads = list(layer_heads or [self.num_attention_heads] * self.num_hidden_layers)
         if self.head_selection == "all":  # every head is always on
             num_shared_heads, num_active_routed_heads = self.layer_heads, [0] * self.num_hidden_layers
-        quarters = [number // 8 * 2 or number // 4 for number in self.layer_heads]
-        halves = [max(1, number // 2 - part) for number, part in zip(self.layer_heads, quarters, strict=True)]
-        self.num_shared_heads = list(num_shared_heads or quarters)
+        shared = list(num_shared_heads or [number // 8 * 2 or number // 4 for number in self.layer_heads])
+        halves = [max(1, number // 2 - on) for number, on in zip(self.layer_heads, shared, strict=False)]
+        self.num_shared_heads = shared
         self.num_active_routed_heads = list(num_active_routed_heads or halves)
         self.check()
         if self.attention == "latent" or self.head_dims:  # their projections are not split
