@@ -23,10 +23,11 @@ def nothing(*_):
 
 
 SMALL = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=8, vocab_size=80)
+HALF_SHARED = dict(num_shared_heads=(4,), num_active_routed_heads=(2,))
 MODELS = {
     "paper, window": (dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(3,)), dict(window=(9, 0))),
-    "query norm, grouped": (dict(routing="query_norm", num_shared_heads=(4,)), dict(num_key_value_heads=4)),
-    "own keys, grouped": (dict(num_shared_heads=(4,), routed_keys="selected"), dict(num_key_value_heads=4)),
+    "query norm, grouped": (dict(routing="query_norm", **HALF_SHARED), dict(num_key_value_heads=4)),
+    "own keys, grouped": (dict(routed_keys="selected", **HALF_SHARED), dict(num_key_value_heads=4)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
     "element gates, tied": (dict(head_selection="all"), dict(element_gates=True, tie_embeddings=True)),
 }
