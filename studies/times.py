@@ -76,19 +76,22 @@ def dense_seconds(plan, size):
     return median(filter(None, (seconds(run.directory) for run in runs)))
 
 
-def seconds(directory):
-    """Seconds per token of a short run, the median over intervals that have a speed; None if it has not ended."""
+def seconds(directory, of=median):
+    """Seconds per token of a short run, the median or ``of`` over intervals with a speed; None if it has not ended."""
     rows = [row for row in metrics(directory) if "tokens_per_second" in row]
     ended = rows and rows[-1]["step"] == STEPS
     speeds = [speed for row in rows[WARM:] if type(speed := row["tokens_per_second"]) in (int, float) and speed > 0]
-    return median(1 / speed for speed in speeds) if ended and speeds else None
+    return of(1 / speed for speed in speeds) if ended and speeds else None
 
 
 def read_times(out, size, reference):
-    """Return {machine: {variant: [its seconds over those of the ``reference`` in the same round, by round]}}."""
+    """Return {machine: {variant: [its seconds over those of the ``reference`` in the same round, by round]}}.
+
+    The fastest interval of a run counts: whatever else a machine does only makes the others slower.
+    """
     found = {}
     for path in sorted(filter(number_of, out.glob(f"times/*/{size}/*/round-*"))):
-        own, dense = seconds(path), seconds(path.parents[1] / reference / path.name)
+        own, dense = seconds(path, min), seconds(path.parents[1] / reference / path.name, min)
         if own and dense:
             found.setdefault(path.parents[2].name, {}).setdefault(path.parent.name, []).append(own / dense)
     return found

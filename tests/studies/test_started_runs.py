@@ -69,6 +69,18 @@ def test_a_variant_is_timed_in_turns_with_the_dense_model(tmp_path, monkeypatch)
     }  # fmt: skip
 
 
+def test_what_slows_most_of_a_round_changes_no_table_of_times(tmp_path):
+    plan = make(tmp_path, "--sizes", "s")
+    place = times.short_run(plan, plan.sizes[0], VARIANTS[0], 1).directory
+    rows = rows_of_steps(500)
+    for row in rows[5:]:
+        row["tokens_per_second"] = 300
+    write_rows(place.parents[1] / "dense/round-1", *rows_of_steps(1000))
+    write_rows(place.parents[1] / "gated-50/round-1", *rows)
+    (found,) = times.read_times(tmp_path, "s", "dense").values()
+    assert found == {"dense": [1.0], "gated-50": [2.0]}
+
+
 def test_odd_rounds_and_rows_end_no_table_of_times(tmp_path):
     plan = make(tmp_path, "--sizes", "s")
     place = times.short_run(plan, plan.sizes[0], VARIANTS[0], 1).directory
