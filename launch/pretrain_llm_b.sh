@@ -12,14 +12,15 @@
 #
 #     --num-shared-heads 4 --num-active-routed-heads 4              MoH with 50% of the heads
 #     --head-selection all                                          the dense baseline
-#     --routing sigmoid                                             the trainer's default: lower losses here (*)
+#     --routing sigmoid                                             the trainer's default (*)
 #     --routing released                                            the gates of the authors' code for images
 #     --train-tokens 200B                                           the paper's longer run
 #     --compile false                                               slower steps on a GPU, without a first one of a minute
 #     --dry-run                                                     show what the run would do
 #
-# (*) In models of 1M to 5M parameters the loss was 0.108 +- 0.018 nats lower with half of 32 heads of 8 features, and
-# 0.016 +- 0.014 lower with half of 8 and of 16 heads (docs/history/atlas.md). The two were not compared at this size.
+# (*) In models of 1M to 5M parameters its loss was 0.108 +- 0.018 nats lower with half of 32 narrow heads, and 0.043 +-
+# 0.010 higher with half of 8 heads and grouped queries (docs/results.md, docs/study.md). Nobody compared them at this
+# size.
 #
 # The file is bash and Python at once, because the deepspeed launcher and torchrun start their target with Python on
 # every rank. Python then replaces itself by bash on this same file, and bash replaces itself by the trainer, so that

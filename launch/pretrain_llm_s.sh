@@ -16,7 +16,7 @@
 #
 #     --num-shared-heads 3 --num-active-routed-heads 3              MoH with 50% of the heads
 #     --head-selection all                                          the dense baseline
-#     --routing sigmoid                                             the trainer's default (pretrain_llm_b.sh says why)
+#     --routing sigmoid                                             the trainer's default (see pretrain_llm_b.sh)
 #     --routing released                                            the gates of the authors' code for images
 #     --dry-run                                                     show what the run would do
 

@@ -23,8 +23,6 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import zstandard
-
 from moh_lm.cli.command import run_file
 from moh_lm.data.files import publish_own, refuse_foreign
 
@@ -110,6 +108,8 @@ def write(path, texts):
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)
     elif path.suffix == ".zst":
+        import zstandard
+
         content = zstandard.compress(content)
     publish_own(path.parent, {path.name: content})
 

@@ -7,8 +7,6 @@ import os
 import shutil
 import sys
 
-from tqdm import tqdm
-
 from moh_lm.cli.output import Output
 
 QUIET_S = 10  # seconds without a line, after which a bar shows that the run is alive
@@ -35,6 +33,8 @@ def show_progress(step, steps, first_step, seconds, left):
     """
     output = sys.stdout
     if isinstance(output, Output) and output.isatty() and output.quiet_seconds() >= QUIET_S:
+        from tqdm import tqdm  # commands that only read logs need no package
+
         columns = min(80, shutil.get_terminal_size().columns) - 1
         is_ascii = "utf" not in (output.encoding or "").lower()
         form = BAR.replace("LEFT", left)

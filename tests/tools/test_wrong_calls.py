@@ -158,22 +158,23 @@ def exit_code(command, texts, monkeypatch):
     return stop.value.code
 
 
-def test_help_is_there_before_anything_slow_is_imported():
+def test_help_needs_no_package_that_has_to_be_installed():
+    """As where the environment of the checkout is not active."""
     program = """
 import contextlib, importlib, io, sys
 
+sys.path = [path for path in sys.path if "-packages" not in path]
 for name in sys.argv[1:]:
     sys.argv = [name, "--help"]
     main = importlib.import_module(name).main
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         main() if name == "moh_lm.pretrain" else main(["--help"])
     assert shown.getvalue().startswith("usage: python "), name
-print(*{"torch", "deepspeed", "transformers", "pyarrow", "numpy", "matplotlib"} & sys.modules.keys())
 """
     modules = [name.removesuffix(".py").replace("/", ".") for name in CALLS]
     command = [sys.executable, "-c", program, *modules]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "\n", "")
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
 
 
 def test_an_installed_command_runs_the_script_of_its_name(monkeypatch, capsys):
