@@ -37,6 +37,7 @@ from moh_lm.vision.augment import (
     soft_targets,
 )
 
+SPLITS = {"train", "val", "valid", "validation", "test"}  # no names of classes
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 ORDER, SAMPLE, MIXED, HELD_OUT, HASHED = range(5)  # uses of random numbers
 MOST_HASHED, MOST_BYTES = 2048, 1 << 24  # the most images, and bytes, that are hashed when a data set is opened
@@ -120,6 +121,8 @@ class Images:
             raise ConfigError([f"{path}: {strays[0]} lies beside the class folders; move it away"])
         found = [name.split("/")[0] for name in names]
         self.classes = sorted(set(found))
+        if len(self.classes) > 1 and SPLITS.issuperset(self.classes):
+            raise ConfigError([f"{path}: has {' and '.join(self.classes)} in place of classes; give one of these"])
         number = {name: index for index, name in enumerate(self.classes)}
         self.labels = np.array([number[name] for name in found])
         self.sha256 = names_hash(names, self.labels)

@@ -279,3 +279,13 @@ def test_an_image_beside_the_class_folders_is_refused(tmp_path):
     shutil.rmtree(tmp_path / "train/cat")
     with pytest.raises(ConfigError, match="holds no image in a folder; give a directory or tar of class folders"):
         Images(tmp_path / "train")
+
+
+def test_the_parent_of_training_and_held_out_images_is_refused(tmp_path):
+    for place in ("train/cat", "train/dog", "val/cat"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / place / "0.png")
+    with pytest.raises(ConfigError, match="has train and val in place of classes; give one of these"):
+        Images(tmp_path)
+    assert Images(tmp_path / "train").classes == ["cat", "dog"]
+    assert Images(tmp_path / "val").classes == ["cat"]
