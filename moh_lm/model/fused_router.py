@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from moh_lm.compared import Compared, differences, leaves, results
 from moh_lm.kernels.triton_router import differentiate, finish, route
-from moh_lm.model.router import HeadRouter, RouterOutput, SelectionReplay
+from moh_lm.model.router import HeadRouter, RouterOutput
+from moh_lm.model.selection import SelectionReplay
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.mappings import replicate
 
@@ -52,8 +53,7 @@ class FusedRouter(HeadRouter, Compared):
         fused, exact = self.forward(x, inputs, replay), HeadRouter.forward(self, x, inputs, replay)
         if fused.selection is not None:
             others = (exact.selection != fused.selection).any(-1).double().mean().item()
-            same = SelectionReplay(fused.selection.new_ones((), dtype=torch.bool), fused.selection)
-            exact = HeadRouter.forward(self, x, inputs, same)
+            exact = HeadRouter.forward(self, x, inputs, SelectionReplay.of(fused.selection))
         for form in fused, exact:
             outputs, (dx, *of_weights) = results([form.gates, form.loss], [x, *self.parameters()])
             both.append((outputs, [dx, torch.cat(of_weights)]))  # together, as one of them may be nothing but rounding

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from moh_lm.model.balance import BALANCE
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.block import modules_of
-from moh_lm.model.router import Gates, SelectionReplay
+from moh_lm.model.router import Gates
+from moh_lm.model.selection import SelectionReplay
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.layers import to_images, to_tokens
