@@ -121,8 +121,7 @@ class Gates(nn.Module):
 
     def products(self, x, weight):
         """Return the scores [s/tp, b, n] of this rank's tokens x [s/tp, b, d] by a weight [n, w]."""
-        read = x if self.width == x.shape[-1] else x[..., : self.width]
-        return wide_linear(read, replicate(weight, self.group))
+        return wide_linear(x[..., : self.width], replicate(weight, self.group))
 
     def local(self, per_head):
         """Exchange values of all heads and this rank's tokens, [s/tp, b, h], for this rank's heads and all tokens, [s,
