@@ -128,7 +128,7 @@ def own_keys(shape, percent, unit, inputs, active, gates):
     query, caches, lengths = inputs
     _, _, kv_heads, head_dim = shape
     used, _ = route(shape, percent, int(lengths[0]), query.device, unit, seed=1)
-    kept = [SelectedKVCache(len(query), kv_heads, head_dim, query) for _ in caches]
+    kept = [SelectedKVCache(len(query), kv_heads, query.shape[1] // kv_heads, head_dim, query) for _ in caches]
     for own, cache in zip(kept, caches, strict=True):
         for row, (keys, values) in enumerate(zip(*cache, strict=True)):
             own.add(row, keys.transpose(0, 1), values.transpose(0, 1), used)
