@@ -30,7 +30,8 @@ from PIL import Image
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, read_json
-from moh_lm.vision.images import HELD_OUT, SAMPLE, Samples, generator, sample_hash
+from moh_lm.vision.images import HELD_OUT, SAMPLE, generator, sample_hash
+from moh_lm.vision.samples import Samples
 
 LATENTS, LABELS, CHECKSUMS = "latents.npy", "labels.npy", "checksums.npy"
 FACTS, PARTIAL = "latents.json", "latents.partial"
