@@ -32,14 +32,13 @@ FREQUENCIES = 128  # frequencies of a step, half of its features
 
 
 def describe(parameter, std=None, bound=None, value=0.0, decays=True):
-    """Set how a parameter starts: N(0, std), uniform within +-bound, or all ``value``. decays: whether it has weight
-    decay if it is not a vector. Returns the parameter."""
+    """Set how a module's parameter starts: N(0, std), uniform within +-bound, or all ``value``. decays: whether it has
+    weight decay if it is not a vector."""
     parameter.whole_shape = tuple(parameter.shape)
     parameter.init_std, parameter.init_bound, parameter.init_value = std, bound, value
     parameter.tensor_partition = None
     parameter.tensor_model_parallel = False
     parameter.decays = decays
-    return parameter
 
 
 def described(module, std=None, bound=None, value=0.0, decays=True):
@@ -71,10 +70,10 @@ class CosineAttention(nn.Module):
     def __init__(self, width, heads, side, router, cells=None, buffers=True):
         super().__init__()
         self.shape, self.side, self.has_buffers = (heads, width // heads), side, buffers
-        temperature = math.log(math.expm1(FIRST_SCALE))
-        self.temperature = describe(nn.Parameter(torch.empty(heads, 1, 1)), value=temperature, decays=False)
-        embedding = nn.Parameter(torch.empty(heads, 1, width // heads))
-        self.query_embedding = describe(embedding, INIT_STD, decays=False)
+        self.temperature = nn.Parameter(torch.empty(heads, 1, 1))
+        describe(self.temperature, value=math.log(math.expm1(FIRST_SCALE)), decays=False)
+        self.query_embedding = nn.Parameter(torch.empty(heads, 1, width // heads))
+        describe(self.query_embedding, INIT_STD, decays=False)
         self.make_projections(width)
         self.proj = linear(width, width, INIT_STD)
         self.cpb_fc1 = described(nn.Linear(2, BIAS_WIDTH), INIT_STD, decays=False)
@@ -133,10 +132,12 @@ class AggregatedAttention(CosineAttention):
         self.cells = cells
         super().__init__(width, heads, side, router, cells, buffers)
         places = WINDOW**2
-        local = nn.Parameter(torch.empty(heads, places))
-        self.relative_pos_bias_local = describe(local, 0.0004, decays=False)
-        self.learnable_tokens = describe(nn.Parameter(torch.empty(heads, width // heads, places)), INIT_STD)
-        self.learnable_bias = describe(nn.Parameter(torch.empty(heads, 1, places)))
+        self.relative_pos_bias_local = nn.Parameter(torch.empty(heads, places))
+        describe(self.relative_pos_bias_local, 0.0004, decays=False)
+        self.learnable_tokens = nn.Parameter(torch.empty(heads, width // heads, places))
+        describe(self.learnable_tokens, INIT_STD)
+        self.learnable_bias = nn.Parameter(torch.empty(heads, 1, places))
+        describe(self.learnable_bias)
         near = np.arange(side)[:, None] + np.arange(WINDOW) - WINDOW // 2  # the neighbours of a token along an axis
         there = (near >= 0) & (near < side)
         self.keep("inside", (there[:, None, :, None] & there[None, :, None]).reshape(side**2, 1, 1, places))

@@ -7,6 +7,7 @@ import ast
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -304,6 +305,28 @@ def test_the_formulas_of_an_export_are_files_of_the_trainer(run, tmp_path, expor
         modules = {part.name for node in statements if isinstance(node, ast.Import) for part in node.names}
         modules |= {"." * node.level + (node.module or "") for node in statements if isinstance(node, ast.ImportFrom)}
         assert {module.split(".")[0] for module in modules} <= {"torch", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize(
+    "names, entries",
+    [
+        (shipped_code.LANGUAGE, ("configuration_moh", "modeling_moh")),
+        (shipped_code.VIT, ("modeling_moh_vit",)),
+        (shipped_code.DIT, ("modeling_moh_dit",)),
+    ],
+)
+def test_a_loaded_file_of_an_export_names_all_that_it_needs(names, entries, tmp_path):
+    """transformers 4 and diffusers copy the files that a file imports, but not those that these import."""
+    shipped_code.write_code(names, tmp_path)
+
+    def imported(name):
+        return set(re.findall(r"^from \.(\w+) import", (tmp_path / f"{name}.py").read_text(), re.MULTILINE))
+
+    copied = set()
+    for entry in entries:
+        copied |= {entry} | imported(entry)
+        assert copied >= {needed for name in copied for needed in imported(name)}
+    assert {f"{name}.py" for name in copied} == {*names}
 
 
 def test_a_check_that_is_killed_is_said_so(run, tmp_path, export, monkeypatch):

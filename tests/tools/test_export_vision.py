@@ -15,14 +15,15 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from moh_lm.model.batch_context import RouterInputs
-from moh_lm.model.router import HeadRouter
+from moh_lm.model.router import AllHeads, HeadRouter
 from moh_lm.vision.augment import center_crop, normalized
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.diffusion import Diffusion
 from moh_lm.vision.dit import DiT
+from moh_lm.vision.layers import AggregatedAttention
 from moh_lm.vision.load import load_model
-from moh_lm.vision.transnext import TransNeXt
 from moh_lm.vision.model_config import DiTConfig, ImageHeadsConfig, ViTConfig
+from moh_lm.vision.transnext import TransNeXt
 from tests.tools.exported_code.moh_router import image_router
 from tests.vision.cases import save_autoencoder
 from tools import export_vision as command
@@ -90,6 +91,14 @@ def test_transformers_computes_the_logits_of_the_checkpoint(config, tmp_path):
     torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=1e-5)
     loss = torch.nn.functional.cross_entropy(expected, torch.tensor([0, 6, 2]))
     torch.testing.assert_close(found.loss, loss, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_are_made_as_transformers_4_makes_them():
+    """By accelerate, which makes each parameter again when a module receives it."""
+    accelerate = pytest.importorskip("accelerate")
+    with accelerate.init_empty_weights():
+        attention = AggregatedAttention(width=8, heads=2, side=4, router=AllHeads(), cells=2, buffers=False)
+    assert {parameter.device.type for parameter in attention.parameters()} == {"meta"}
 
 
 def test_what_was_inferred_and_exported_first_can_be_trained(tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
+from .moh_gates import FORMS  # noqa: F401 - transformers 4 only copies files that are imported here
 from .moh_layers import AggregatedAttention, ConvolutionalGLU, CosineAttention, PatchEmbedding, to_images
 from .moh_router import image_router
 
