@@ -4,10 +4,11 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
     MoH(x) = sum_i g_i H_i W_O_i                                                    (Eq. 4)
 
-moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py selects heads and has the
-balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py the rotary embedding, moh_positions.py the
-masks, moh_layer.py the blocks, moh_own_keys.py the heads that keep only their own tokens, moh_serving.py what serving
-engines cannot compute. moh_gates.py and moh_rotary.py are files of the trainer.
+moh_attention.py computes every head, and weighs the inactive ones by zero; moh_attention_kinds.py has rarer kinds.
+moh_router.py selects heads and has the balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py
+the rotary embedding, moh_positions.py the positions and masks, moh_layer.py the blocks, moh_own_keys.py the heads that
+keep only their own tokens, moh_checks.py what is refused, moh_serving.py what serving engines cannot compute.
+moh_gates.py and moh_rotary.py are files of the trainer.
 
 Each of these arguments adds to the outputs; the first can be set in the configuration too:
 
@@ -43,6 +44,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSN
 
 from .configuration_moh import MoHLlamaConfig
 from .moh_attention import MoHLlamaContextualPositions
+from .moh_attention_kinds import attention_kind
 from .moh_layer import MoHLlamaDecoderLayer
 from .moh_own_keys import keep_own_keys
 from .moh_positions import COUNT_SLOTS, MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
@@ -113,7 +115,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.embed_positions = None
         if "learned" in config.layer_positions:
             self.embed_positions = nn.Embedding(config.learned_positions, config.hidden_size)
-        self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        attention = attention_kind(config)
+        self.layers = nn.ModuleList(
+            MoHLlamaDecoderLayer(config, attention(config, index)) for index in range(config.num_hidden_layers)
+        )
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = MoHLlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
