@@ -113,7 +113,7 @@ class ShardedOptimizer:
         state = self.optimizer.optimizer.state[master]
         kept = {kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}
         tensors = {"master": master.detach(), **kept}
-        return place.start, {kind: flat.narrow(0, place.offset, place.length) for kind, flat in tensors.items()}
+        return place.start, {kind: flat[place.piece] for kind, flat in tensors.items()}
 
     @property
     def steps(self):
