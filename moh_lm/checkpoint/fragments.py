@@ -24,11 +24,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moh_lm.build import build_model
-from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, read_json
+from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries
 from moh_lm.config import Config
 from moh_lm.model.transformer import saved_tensors
 from moh_lm.parallel.layers import Partition
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import parse_json, read_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "ema"

@@ -18,11 +18,11 @@ from moh_lm.checks.layout import uneven_batch
 from moh_lm.checks.model import spread_problems
 from moh_lm.config import NOT_STATIC, TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
-from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.model.initial_gates import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero
+from moh_lm.parsing import read_json
 from moh_lm.run.intact import sound_step
 from moh_lm.run.state import read_state, state_problems
 from moh_lm.supervise.processes import log_rank0
