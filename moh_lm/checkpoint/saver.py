@@ -260,11 +260,9 @@ def is_done(work, path):
 
 def not_finite(step, fragments):
     """Return a sentence if a tensor of the ``fragments`` holds NaN or infinity."""
-    names = [f"{kind} of {fragment.name}" for fragment in fragments for kind in fragment.tensors]
-    tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
-    if not tensors:
-        return []
-    bad = [name for name, finite in zip(names, are_finite(tensors).tolist(), strict=True) if not finite]
+    tensors = {f"{kind} of {f.name}": tensor for f in fragments for kind, tensor in f.tensors.items()}
+    finite = are_finite(list(tensors.values())).tolist() if tensors else []
+    bad = [name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite]
     if not bad:
         return []
     return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]
