@@ -186,7 +186,6 @@ class Saver:
 
     def remove(self):
         """Remove the old steps in the background."""
-        doomed = []
         try:
             steps = list_steps(self.directory)
         except OSError as error:
@@ -197,7 +196,7 @@ class Saver:
                 self.verified.update([step_number(step)] if step_number(step) and is_whole(step) else [])
                 self.progress()
             self.counted = True
-        numbers = [step_number(step) for step in steps]
+        numbers, doomed = [step_number(step) for step in steps], []
         for number in outdated(numbers, self.verified, self.keep_last, self.keep_every):
             try:
                 doomed.append(discard(self.directory / f"step-{number}"))

@@ -20,7 +20,7 @@ FILE_OVERHEAD = 1 << 20  # generous limit for a rank's bytes besides its tensors
 def needed_bytes(fragments, tokenizer):
     """Return an upper limit for the bytes of a checkpoint: the files of all ranks, and the tokenizer of rank 0."""
     owned = [tensor for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()]
-    files = tokenizer_contents(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else {}
+    files = tokenizer_contents(tokenizer) if dist.get_rank() == 0 else {}
     sizes = [*map(len, files.values()), *(tensor.nbytes for tensor in owned)]
     return sum(from_all_ranks(FILE_OVERHEAD + sum(sizes)))
 
