@@ -128,8 +128,8 @@ def content_bytes(piece: Piece) -> float:
     """Estimate the unpacked bytes of a piece from its beginning."""
     if piece.container not in ("gzip", "zstd"):
         return piece.num_bytes
-    unpacked_bytes = 0
-    with suppress(*FAILURES):  # the beginning ends inside a member or a frame
+    head, unpacked_bytes = b"", 0
+    with suppress(*FAILURES):  # the beginning ends inside a member or a frame; or the file has gone
         with open_file(piece.path) as file:
             head = file.read(JUDGED)
         content = unpacked(io.BytesIO(head), piece.container)
