@@ -15,7 +15,7 @@ from benchmarks.timing import recorded, seconds
 from moh_lm.kernels import measured, triton_attention
 from moh_lm.kernels.gated_attention import TRITON, gated_attention
 from moh_lm.kernels.masks import document_bounds
-from moh_lm.model.router import top_k_mask
+from moh_lm.model.selection import top_k_mask
 
 # block of slots, block of keys, warps, stages
 CANDIDATES = {

@@ -17,8 +17,8 @@ from moh_lm.parsing import parse_json
 
 SET_COLUMNS = ("red_pajama_subset", "meta")  # parquet columns that identify the set of a row
 # As they are spelled in records and paths, in lower case without punctuation.
-SETS = {name: name for name in ("arxiv", "books", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")}
-SETS |= {"book": "books", "cc": "commoncrawl", "wiki": "wikipedia"}
+NAMES = ("arxiv", "books", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")
+SETS = {name: name for name in NAMES} | {"book": "books", "cc": "commoncrawl", "wiki": "wikipedia"}
 KEYS = {  # keys of ``meta`` that only one set has
     "arxiv": {"arxiv_id"},
     "books": {"short_book_title"},
@@ -50,10 +50,10 @@ def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str
     if isinstance(meta.get("pile_set_name"), str):
         return ["pile"]
     if "redpajama_set_name" in meta:
-        return [f"slimpajama-{set_name}" for set_name in sorted(set(SETS.values()))]
+        return [f"slimpajama-{set_name}" for set_name in NAMES]
     own_schema = "id" not in record and ("meta" in record or KEYS["commoncrawl"] <= record.keys())
     if "red_pajama_subset" in record or (tabular and own_schema and source_of_record(record)):
-        return [f"redpajama-{set_name}" for set_name in sorted(set(SETS.values()))]
+        return [f"redpajama-{set_name}" for set_name in NAMES]
     if own_schema:
         source = source_of_record(record) or source_of_path(name)
         return [source] if source else []

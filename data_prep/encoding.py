@@ -28,14 +28,13 @@ from moh_lm.data.hugging_face_model import (
     ends_of_model,
     named_tokens,
 )
-from moh_lm.data.sentencepiece_model import conversion_problem, proto_of, user_defined
+from moh_lm.data.sentencepiece_model import SPACE, conversion_problem, proto_of, user_defined
 from moh_lm.data.shards import TOKENIZER_FILES
-from moh_lm.data.tokenizer import model_files, read_model
+from moh_lm.data.tokenizer import model_file, model_files, read_model
 from moh_lm.parsing import parse_json
 from moh_lm.units import listing
 
 BATCH = 1 << 17  # characters of text that are encoded together
-SPACE_MARK = "\u2581"
 CONFIG = TOKENIZER_FILES[2]  # tokenizer_config.json
 CHECKED = 1000  # one in this many documents is encoded twice,
 LONGEST_CHECKED = 1 << 20  # unless it has more characters: SentencePiece needs about 45 bytes for each
@@ -91,9 +90,9 @@ class Tokenizer:
 
     def __init__(self, path: str, bos: bool = False, engine: str = "own"):
         self.model = read_model(path)
-        self.files = model_files(path)
-        plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
-        library = f"sentencepiece {sentencepiece.__version__}" if plain else self.model.engine
+        self.path, self.files = model_file(path), model_files(path)
+        self.is_sentencepiece = isinstance(self.model, sentencepiece.SentencePieceProcessor)
+        library = f"sentencepiece {sentencepiece.__version__}" if self.is_sentencepiece else self.model.engine
         self.vocab_size = self.model.vocab_size()
         self.eos_id = self.model.eos_id()
         self.bos_ids = np.array([self.model.bos_id()] if bos else [], np.int32)
@@ -107,7 +106,7 @@ class Tokenizer:
             problems.append(f"encodes a text differently each time, with BPE dropout {dropout:g}; {remedy}")
         raise_any([f"--tokenizer {path}: {problem}" for problem in problems])
         self.description = {
-            "sha256": sha256_of(next(iter(self.files.values()))),
+            "sha256": sha256_of(self.path),
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
             **({"bos_id": int(self.bos_ids[0])} if bos else {}),
@@ -120,7 +119,7 @@ class Tokenizer:
     @cached_property
     def takes_mark_for_space(self) -> bool:
         """Whether U+2581 in a text becomes a space, as it does with SentencePiece."""
-        return np.array_equal(*(self.model.encode(f"a{space}b", out_type="numpy") for space in (" ", SPACE_MARK)))
+        return np.array_equal(*(self.model.encode(f"a{space}b", out_type="numpy") for space in (" ", SPACE)))
 
     @property
     def identity(self) -> str:
@@ -151,7 +150,7 @@ class Tokenizer:
     def ends(self) -> str:
         """Return a sentence on the tokens at the ends of documents, and on others that the model might have there."""
         end, begin = self.model.id_to_piece(self.eos_id), self.model.bos_id()
-        named, of_model = getattr(self.model, "eos_token", end), ends_of_model(next(iter(self.files.values())).parent)
+        named, of_model = getattr(self.model, "eos_token", end), ends_of_model(self.path.parent)
         sentence = f"documents end with {end} (id {self.eos_id})"
         if named not in (end, None):
             sentence += f", since {named} only ends a turn in this model's chats"
@@ -169,15 +168,14 @@ class Tokenizer:
         """Return what to add about user-defined pieces that look like control tokens, or lost characters."""
         if isinstance(self.model, HuggingFaceModel) and self.model.drops_characters():
             return "; characters that the vocabulary lacks are dropped"
-        if not isinstance(self.model, sentencepiece.SentencePieceProcessor):
+        if not self.is_sentencepiece:
             return ""
         found = [*filter(IN_BRACKETS.fullmatch, user_defined(proto_of(self.model)))]
         return f"; a text that spells {listing(found)} gets their ids" if found else ""
 
     def export_problem(self) -> str:
         """Return a clause if no export can convert this tokenizer, else an empty text."""
-        plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
-        return conversion_problem(proto_of(self.model)) if plain else ""
+        return conversion_problem(proto_of(self.model)) if self.is_sentencepiece else ""
 
     @cached_property
     def cache(self) -> SegmentCache | Batches | None:
@@ -185,7 +183,7 @@ class Tokenizer:
         one. None if the model allows neither."""
         if isinstance(self.model, HuggingFaceModel):
             return self.gigatoken or Batches("encoding in batches", self.model.encode_batch, self.eos_id)
-        return segment_cache(self.model) if isinstance(self.model, sentencepiece.SentencePieceProcessor) else None
+        return segment_cache(self.model) if self.is_sentencepiece else None
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each document and those at its ends, int32 [tokens], in the order of ``texts``.

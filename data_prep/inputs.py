@@ -133,30 +133,31 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
 
 def named_source(option: str, patterns: Iterable[str]) -> Source:
     """The files that match ``patterns``. Raises ConfigError for a pattern without a match."""
-    source = Source()
-    for path, piece in inspect_files(matching_files(option, patterns)):
-        source.paths.add(path)
-        if isinstance(piece, Piece):
-            source.pieces.append(piece)
-        else:
-            source.unreadable.append(str(piece))
+    files = matching_files(option, patterns)
+    source = Source(paths={path for path, _ in files})
+    source.pieces += inspect_files(files, source.unreadable)
     return source
 
 
-def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | InputError]]:
-    """Yield (path, its piece or the reason why there is none) for each file. Several are opened at once, since file
-    systems may be slow."""
+def inspect_files(files: list[tuple[str, str]], unreadable: list[str]) -> Iterator[Piece]:
+    """Yield the piece of each file, and add to ``unreadable`` a sentence about each one that has none. Several are
+    opened at once, since file systems may be slow."""
 
     def inspect(file):
         try:
             if os.path.exists(file[0]) and not os.path.isfile(file[0]):
                 raise InputError(f"{file[0]}: is a pipe, a socket or a device; give files")
-            return file[0], inspect_file(*file)
+            return inspect_file(*file)
         except InputError as error:
-            return file[0], error
+            return error
 
     with ThreadPoolExecutor(8) as pool:
-        yield from tqdm(pool.map(inspect, files), "inspecting", len(files), unit="file", disable=len(files) < 1000)
+        found = pool.map(inspect, files)
+        for piece in tqdm(found, "inspecting", len(files), unit="file", disable=len(files) < 1000):
+            if isinstance(piece, Piece):
+                yield piece
+            else:
+                unreadable.append(str(piece))
 
 
 def recognized_sources(
@@ -176,22 +177,20 @@ def recognized_sources(
         left_out[DOCUMENTATION] += no_data
         files = [file for file in files if os.path.realpath(file[0]) not in elsewhere]
         elsewhere = elsewhere | {os.path.realpath(path) for path, _ in files}
-        for path, piece in inspect_files(files):
+        for piece in inspect_files(files, unreadable):
+            if not piece.size:
+                left_out[DOCUMENTATION].append(piece.path)
+                continue
             try:
-                if isinstance(piece, InputError):
-                    raise piece
-                if not piece.size:
-                    left_out[DOCUMENTATION].append(path)
-                    continue
                 names, description = sources_of(piece, directory, text_key)
             except InputError as error:
                 unreadable.append(str(error))
                 continue
             if not names:
-                unknown.append(f"{path}: {description}")
+                unknown.append(f"{piece.path}: {description}")
             kept = [name for name in names if not only or name in only]
             if kept and (why := reason_to_leave_out(piece.name, names)):
-                left_out[why].append(path)
+                left_out[why].append(piece.path)
                 continue
             found.update(names)
             for name in kept:

@@ -96,9 +96,11 @@ def replaced_shards(
 
     @cache
     def input_of(source, path, size, sample):
+        if (source, path) in inputs:
+            return path
         piece = contents.get((source, size, sample)) if size else None
-        if (source, path) in inputs or piece is None:
-            return path if (source, path) in inputs else None
+        if piece is None:
+            return None
         unchanged = os.path.isfile(path) and os.path.getsize(path) == size
         return piece.origin if not unchanged or same_content(piece, replace(piece, path=path)) else None
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
-from moh_lm.data.sentencepiece_model import proto_of
+from moh_lm.data.sentencepiece_model import SPACE, proto_of
 
 WINDOW = 1 << 16  # bytes of text that are handled together: many for numpy, few for caches that all cores share
 SLOT_BITS = 20
@@ -25,7 +25,7 @@ KEY_WORDS = 3
 LONGEST = 8 * KEY_WORDS - 1  # bytes of a segment in the table
 STORED_TOKENS, STORED_SEGMENTS = 1 << 23, 1 << 18  # tables of 32 MB each, and about 50 MB of dictionary
 SPAN = 32  # bits for the number of tokens
-MARK = "\u2581".encode()  # SentencePiece's visible space
+MARK = SPACE.encode()
 END = 0xFF  # a byte that UTF-8 does not have, after each text
 SEPARATORS = b"\n" + bytes(range(1, 32))
 MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xBF58476D1CE4E5B9], np.uint64)

@@ -31,13 +31,13 @@ from data_prep.units import plan_units
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.data.hugging_face_model import HuggingFaceModel
+from moh_lm.data.sentencepiece_model import SPACE as MARK
 from moh_lm.data.tiktoken_model import is_tiktoken
-from moh_lm.data.tokenizer import model_files
+from moh_lm.data.tokenizer import model_file
 
 HELD_OUT = 50  # one in this many lines is held out
 OLD_BYTES = 16 << 20  # bytes of the old kind of text
 COVERAGE = 0.9995  # share of the occurrences of new characters
-MARK = "\u2581"  # SentencePiece's visible space
 BATCH = 10_000  # lines per batch
 OUTSIDE, SPACE, LETTER, EASTERN, DIGIT, OTHER = range(6)  # kinds of characters; tokens that join nothing are OUTSIDE
 
@@ -45,7 +45,7 @@ OUTSIDE, SPACE, LETTER, EASTERN, DIGIT, OTHER = range(6)  # kinds of characters;
 def run(flags) -> int:
     """Run the command and return its exit code. Raises ConfigError."""
     output = flags.output
-    source = str(next(iter(model_files(flags.tokenizer).values())))
+    source = str(model_file(flags.tokenizer))
     if os.path.realpath(output) == os.path.realpath(source):
         raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; give another file"])
     old = Tokenizer(flags.tokenizer)

@@ -7,7 +7,7 @@ with a repeat count, so only a few rows are taken from it at once, whatever thei
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow.ipc
 import pyarrow.parquet
@@ -30,8 +30,13 @@ def row_group_bytes(piece, text_key: str) -> list[int]:
         metadata = pyarrow.parquet.read_metadata(file)
         require_column(piece, text_key, metadata.schema.to_arrow_schema())
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # nested columns are called a.b
-    column = next(i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(f"{text_key}."))
+    column = next(i for i, leaf in enumerate(leaves) if is_part(leaf, [text_key]))
     return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
+
+
+def is_part(leaf: str, columns: Iterable[str]) -> bool:
+    """Whether a leaf of the schema, such as a.b, is one of these columns or nested in one."""
+    return any(f"{leaf}.".startswith(f"{column}.") for column in columns)
 
 
 def require_column(piece, text_key: str, schema: pyarrow.Schema):
@@ -60,8 +65,7 @@ def without_lists(scalar: pyarrow.Scalar):
 def single_values(schema: pyarrow.parquet.ParquetSchema, names) -> list[str]:
     """Return the columns of ``names``, and those nested in them, that are not in a list."""
     leaves = map(schema.column, range(len(schema)))
-    found = [leaf.path for leaf in leaves if leaf.max_repetition_level == 0]
-    return [path for path in found if any(f"{path}.".startswith(f"{name}.") for name in names)]
+    return [leaf.path for leaf in leaves if leaf.max_repetition_level == 0 and is_part(leaf.path, names)]
 
 
 def refuse_large(piece, what: str, num_bytes: int, remedy: str):
@@ -101,7 +105,7 @@ def check_pages(piece, row_group, columns: list[str]) -> int:
     largest = 0
     with open_file(piece.path, READ) as file:
         for column in map(row_group.column, range(row_group.num_columns)):
-            if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
+            if is_part(column.path_in_schema, columns):
                 what, size = f"a page of its column {column.path_in_schema!r}", largest_page(file, column)
                 refuse_large(piece, what, size, "write_batch_size=1 in pyarrow.parquet.write_table")
                 largest = max(largest, size)

@@ -90,7 +90,9 @@ def divide(
         return finished(make_unit(name, pieces, identity))
 
     def put_together(files, many):
-        new = [piece for piece in files if len(files) > many and not has_shard([piece])]
+        if len(files) <= many:
+            return []
+        new = [piece for piece in files if not has_shard([piece])]
         ranges = gathered([piece.size for piece in new], unit_size) if len(new) > many else []
         return [new[start:end] for start, end in ranges]
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from data_prep.containers import InputError
 from data_prep.documents import HARMLESS, Document, Piece, documents
-from data_prep.encoding import SPACE_MARK, Options, Tokenizer
+from data_prep.encoding import Options, Tokenizer
 from data_prep.units import Unit
 from moh_lm.data.files import beside, publish
+from moh_lm.data.sentencepiece_model import SPACE
 from moh_lm.data.shards import ShardWriter
 
 REPORT = 1 << 20  # bytes of text, or of input, between two reports of progress
@@ -135,7 +136,7 @@ def encoded(unit, tokenizer, options, account, report) -> Iterator[np.ndarray]:
                 else:
                     account.documents += 1
                     account.text_bytes += document.num_bytes
-                    account.altered += SPACE_MARK in document.text and tokenizer.takes_mark_for_space
+                    account.altered += SPACE in document.text and tokenizer.takes_mark_for_space
                     unreported[0] += document.num_bytes
                     yield document.text
                 if max(unreported[:2]) >= REPORT:

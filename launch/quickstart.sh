@@ -48,9 +48,7 @@ TRAINING=(
 
 steps_total=7
 
-step "Environment"
-source launch/environment.sh hf
-set_threads
+set_up hf
 export HF_HUB_OFFLINE=1
 
 make_data 4096 "$out"

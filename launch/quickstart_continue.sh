@@ -81,9 +81,7 @@ import_model() {
     up_to_date "$2/checkpoints/latest" || run python tools/import_hf.py --model "$1" --output "$2" "${@:3}"
 }
 
-step "Environment"
-source launch/environment.sh hf
-set_threads
+set_up hf
 export HF_HUB_OFFLINE=1
 
 step "Corpus: two sources of prose and one of code from the Python installation"

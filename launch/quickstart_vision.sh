@@ -82,9 +82,7 @@ train() {
 
 steps_total=6
 
-step "Environment"
-source launch/environment.sh vision
-set_threads
+set_up vision
 
 step "Images: handwritten digits"
 last=$out/digits/train/8/1796.png # written last

@@ -131,14 +131,12 @@ def layer_backends(config, device):
         shape = (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim)
         seen = share_of_scores(run.seq_length, widest_window(model, index, run))
         share = model.active_heads(index) / of.num_attention_heads * seen
-        facts = {
-            "dense_only": of.position[index] == "cope",
-            "own_keys": model.own_keys(index),
-            "compiled": run.compile or run.cuda_graph,
-            "estimate": estimate(model, index, run),
-            "in_groups": model.chooses_in_groups,
-        }
-        names.append(choose_backend(run.attention_backend, device, dtype, shape, share, **facts))
+        name = choose_backend(
+            run.attention_backend, device, dtype, shape, share, dense_only=of.position[index] == "cope",
+            own_keys=model.own_keys(index), compiled=run.compile or run.cuda_graph,
+            estimate=estimate(model, index, run), in_groups=model.chooses_in_groups,
+        )  # fmt: skip
+        names.append(name)
     return tuple(names)
 
 

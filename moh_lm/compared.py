@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.linalg import vector_norm
 
 TOLERANCE = 1e-4  # largest ``distance`` from the plain form, besides rounding
 NEAR_TIES = 1e-3  # share of the tokens that may select other heads, besides four tokens
@@ -100,9 +101,5 @@ def distance(found, exact):
         return math.inf
     found, exact = (tensor.nan_to_num(0.0, 0.0, 0.0).float() for tensor in (found, exact))
     difference = found - exact
-    whole, largest = (size(difference) / size(exact).clamp_min(1e-30) for size in (torch.norm, largest_of))
+    whole, largest = (vector_norm(difference, p) / vector_norm(exact, p).clamp_min(1e-30) for p in (2, math.inf))
     return torch.maximum(whole, largest / 4).item()
-
-
-def largest_of(tensor):
-    return tensor.abs().max()

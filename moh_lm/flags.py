@@ -127,14 +127,14 @@ def of_all_layers(value):
 
 def warmup_of_run(directory, config_type):
     """Return {"warmup_iters": those of the newest checkpoint}, {} for a run without steps."""
-    step = newest_model(directory, config_type)[0] if directory else None
+    step = newest_model(directory, config_type)[0]
     begun = step is not None and step.name != "step-0"
     return {"warmup_iters": config_type.load(step / "config.json").optimizer.warmup_iters} if begun else {}
 
 
 def model_of_run(directory, config_type=Config):
     """Return {field: value} of the model in the newest checkpoint of a run directory, {} without checkpoints."""
-    model = newest_model(directory, config_type)[1] if directory else None
+    model = newest_model(directory, config_type)[1]
     return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
 
 

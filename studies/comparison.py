@@ -15,15 +15,7 @@ from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
 from studies import recorded, report, times
 from studies.results import factor_and_seed, final_evaluation, has_diverged, metrics, run_name
-from studies.runs import (
-    Run,
-    as_flags,
-    check_flags,
-    exit_code,
-    jobs_of,
-    lock_directory,
-    train_all,
-)
+from studies.runs import Run, as_flags, check_flags, exit_code, jobs_of, lock_directory, train_all
 from studies.table import SEEDS, TUNING_SEED, Size, Variant
 from studies.tuning import mean_losses, neighbours, search
 

@@ -3,7 +3,7 @@
 from moh_lm.config.presets import SIZES
 from moh_lm.data.files import publish_own
 from studies.pictures import finish, pyplot
-from studies.results import final_loss, flops, read_run, write_table
+from studies.results import final_loss, flops, read_run, tokens_of, write_table
 
 
 def write(out):
@@ -14,8 +14,7 @@ def write(out):
         run = read_run(path)
         if not run:
             continue
-        tokens = run["config"].tokens_after(run["config"].run.train_iters)
-        numbers = f"{tokens:,}", f"{flops(run) * tokens:.3g}", f"{final_loss(run):.4f}"
+        numbers = f"{tokens_of(run):,}", f"{flops(run) * tokens_of(run):.3g}", f"{final_loss(run):.4f}"
         rows.append([path.parent.name, path.name.removeprefix("tokens-"), *numbers])
     publish(out / "REPORT.md", write_table(["size", "tokens per parameter", "tokens", "FLOPs", "loss"], rows))
 
@@ -49,7 +48,7 @@ def write_widths(out):
     axis.set(xscale="log", xlabel="learning rate", ylabel="validation loss (nats per token)", title="width, base width")
     axis.minorticks_off()
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    finish(figure, [[axis]], out / "widths.png")
+    finish(figure, out / "widths.png")
 
 
 def publish(path, lines):

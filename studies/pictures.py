@@ -55,7 +55,7 @@ def draw_losses(path, leads):
     axis.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
     axis.set_xlabel("validation loss minus that of dense (nats per token)")
     axis.locator_params(axis="x", nbins=6)  # more would overlap
-    finish(figure, [[axis]], path)
+    finish(figure, path)
 
 
 def draw_seconds(path, variants, leads, seconds):
@@ -78,7 +78,7 @@ def draw_seconds(path, variants, leads, seconds):
     axis.set_ylabel("validation loss minus that of dense (nats per token)")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("{x:g}")
-    finish(figure, [[axis]], path)
+    finish(figure, path)
 
 
 def finite(width):
@@ -86,13 +86,9 @@ def finite(width):
     return 0 if width == math.inf else width
 
 
-def finish(figure, axes, path):
-    """Add one legend with every line of the picture, and write the file."""
-    lines = {}
-    for axis in (axis for row in axes for axis in row):
-        handles, labels = axis.get_legend_handles_labels()
-        lines |= dict(zip(labels, handles, strict=True))
-    figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=8)
+def finish(figure, path):
+    """Add a legend with every line of the picture, and write the file."""
+    figure.legend(loc="outside right upper", fontsize=8)
     file = io.BytesIO()
     figure.savefig(file, dpi=100)
     publish_own(path.parent, {path.name: file.getvalue()})

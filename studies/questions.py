@@ -2,7 +2,7 @@
 
 import math
 
-from studies.results import differences, interval, write_table
+from studies.results import differences, interval, section
 
 
 def answers(sizes, table, diverged, elsewhere):
@@ -31,7 +31,7 @@ def answers(sizes, table, diverged, elsewhere):
                 answer = "open"
             rows.append([name, against, question, *map(limits, found.values()), answer])
     titles = ["", "against", "", *(f"difference at {size}" for size in sizes), "answer"]
-    return ["## Questions", "", *write_table(titles, rows), ""] if rows else []
+    return section("Questions", titles, rows) if rows else []
 
 
 def verdict(pairs):

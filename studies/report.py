@@ -127,7 +127,7 @@ def markdown(sizes, scale, table, tuned, left_out, times, answered):
     heads = {size.name: size.heads for size in table.sizes}
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     for size, variants in sizes.items():
-        lines += [*size_section(size, heads[size], variants, scale[size], times[size]), ""]
+        lines += size_section(size, heads[size], variants, scale[size], times[size])
     for size, machines in times.items():
         lines += seconds_section(size, sizes.get(size, {}), machines)
     lines += answered
@@ -150,14 +150,11 @@ def markdown(sizes, scale, table, tuned, left_out, times, answered):
 def losses_section(size, variants):
     """The final loss of every run of a size, a column for each seed."""
     seeds = sorted({seed for runs in variants.values() for seed in runs})
-    yield f"## Final losses at size {size}"
-    yield ""
     rows = [
         [name, *(f"{final_loss(runs[seed]):.4f}" if seed in runs else "" for seed in seeds)]
         for name, runs in variants.items()
     ]
-    yield from results.write_table(["", *(f"seed {seed}" for seed in seeds)], rows)
-    yield ""
+    return results.section(f"Final losses at size {size}", ["", *(f"seed {seed}" for seed in seeds)], rows)
 
 
 def size_section(size, heads, variants, found, times):
@@ -210,25 +207,19 @@ def size_section(size, heads, variants, found, times):
     for machine, seconds in times.items():
         columns[f"seconds on {machine}"] = lambda name, runs, seconds=seconds: in_rounds(seconds.get(name))
         columns[f"Sw on {machine}"] = multiplier(seconds)
-    yield (
-        f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {heads} heads of "
-        f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
-    )
-    yield ""
+    shape = f"{model.num_layers} layers, width {model.hidden_size}, {heads} heads of {model.head_dim}"
+    title = f"Size {size}: {shape}, {sum(map(len, variants.values()))} runs"
     ordered = {name: [run for _, run in sorted(runs.items())] for name, runs in variants.items()}
     rows = [[name, *(write(name, runs) for write in columns.values())] for name, runs in ordered.items()]
-    yield from results.write_table(["", *columns], rows)
+    return results.section(title, ["", *columns], rows)
 
 
 def seconds_section(size, variants, times):
     """The seconds of timed variants without a row in the table of their size. times: {machine: ``read_times``}."""
     names = sorted({name for of in times.values() for name in of} - {DENSE, *variants})
-    if names:
-        yield f"## Seconds of a step at size {size}, {DENSE} = 1, of variants that are not compared yet"
-        yield ""
-        rows = [[name, *(in_rounds(of.get(name)) for of in times.values())] for name in names]
-        yield from results.write_table(["", *times], rows)
-        yield ""
+    rows = [[name, *(in_rounds(of.get(name)) for of in times.values())] for name in names]
+    title = f"Seconds of a step at size {size}, {DENSE} = 1, of variants that are not compared yet"
+    return results.section(title, ["", *times], rows) if rows else []
 
 
 def in_rounds(ratios):

@@ -127,6 +127,11 @@ def write_table(head, rows):
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
+def section(title, head, rows):
+    """Lines of a section with one table."""
+    return [f"## {title}", "", *write_table(head, rows), ""]
+
+
 def significance(differences):
     """Return (the mean difference and half its interval, in words; the verdict)."""
     center, width = interval(differences)

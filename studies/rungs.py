@@ -36,7 +36,7 @@ def rungs_of(flags, sizes):
         arguments += numbers_of_heads(arguments, flags)
         whole = iterations(arguments, size, flags)
         usual = {"warmup_iters": whole // 25, "eval_interval": whole, "save_interval": whole // DECAY, "keep_last": 0}
-        arguments += as_flags({key.replace("_", "-"): value for key, value in usual.items() if key not in given})
+        arguments += as_flags({key: value for key, value in usual.items() if key not in given})
         for part in PARTS:
             name, steps = f"{size}/tokens-{flags.tokens_per_parameter / part:g}", whole // part
             rungs.setdefault(size, []).append(make_run(name, arguments, steps, {"decay-iters": steps // DECAY}, flags))

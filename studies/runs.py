@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from moh_lm.checkpoint.directory import list_steps
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import Config, ConfigError, flag
 from moh_lm.data.files import publish, read_json, refuse_foreign
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import complete_rows
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 def as_flags(values):
     """Return {name: value} as --name value."""
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    return [text for name, value in values.items() for text in (flag(name), str(value))]
 
 
 def check_flags(runs, out):

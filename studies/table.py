@@ -61,7 +61,7 @@ class Variant:
 def spread(mean, layers):
     """Return a whole number for each layer. They differ by at most 1; their sum is nearest to ``mean`` times layers."""
     ends = [round(round(mean * layers) * layer / layers) for layer in range(layers + 1)]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def numbers(values):

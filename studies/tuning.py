@@ -8,7 +8,7 @@ the best factor of seed 0 and with its neighbours, and the lowest mean wins.
 import math
 from statistics import mean
 
-from studies.results import write_table
+from studies.results import section
 from studies.table import SEEDS, TUNING_SEED, factor
 
 MOST_RATES = 6  # most rates tried for a form whose best is always at the edge
@@ -61,16 +61,14 @@ def tuning_sections(tuned, size):
             continue
         said = True
         factors = sorted({factor for losses in found.values() for factor in losses})
-        yield f"## Learning rates: size {size.name}, {words}"
-        yield ""
         rows = []
         for form, losses in found.items():
             cells = {factor: f"{losses[factor]:.4f}" if factor in losses else "" for factor in factors}
             best = min(losses, key=losses.get)
             cells[best] = f"**{cells[best]}**"
             rows.append([form, *cells.values()])
-        yield from write_table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
-        yield ""
+        rates = (f"{factor * size.rate:g}" for factor in factors)
+        yield from section(f"Learning rates: size {size.name}, {words}", ["", *rates], rows)
     if said:
         yield "A form is compared at every size at the factor with the lowest mean, times the size's own rate; until it"
         yield f"has one, at that of seed {TUNING_SEED}'s lowest loss; without a run there, at the rate in its row."

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.cli.command import device, output_path, run_file
-from moh_lm.config import ConfigError, raise_any
+from moh_lm.config import ConfigError, flag, raise_any
 from moh_lm.parsing import parse_json
 from moh_lm.units import at_least
 from tools.tasks.flags import add_task_flags, task_problems
@@ -238,10 +238,9 @@ def result_of(path, arguments):
     """The result of a model evaluated in a process of its own with the same arguments."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "result.json"
-        given = {"suite": arguments.suite, "data": arguments.data, "limit": arguments.limit, "dtype": arguments.dtype}
-        given |= {"batch-size": arguments.batch_size, "max-length": arguments.max_length, "device": arguments.device}
-        given |= {"model": path, "output": output}
-        flags = [text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))]
+        names = ("suite", "data", "limit", "dtype", "batch_size", "max_length", "device")
+        given = {name: getattr(arguments, name) for name in names} | {"model": path, "output": output}
+        flags = [text for name, value in given.items() if value is not None for text in (flag(name), str(value))]
         flags += ["--tasks", *arguments.tasks] if arguments.tasks else []
         flags += ["--trust-code"] if arguments.trust_code else []
         finished = subprocess.run([sys.executable, __file__, *flags], stdout=subprocess.DEVNULL, check=False)

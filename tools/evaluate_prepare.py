@@ -19,7 +19,7 @@ from moh_lm.cli.command import output_path, run_file
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import publish
 from tools.tasks.flags import add_task_flags, task_problems
-from tools.tasks.suites import SEED, entries_of
+from tools.tasks.suites import entries_of
 
 
 def main(texts):
@@ -96,12 +96,11 @@ def encoder(tokenizer):
 
 def questions(task, entry, encode, limit):
     """The rows of moh_lm/monitor/tasks.py for a ``task`` of the harness, without its name."""
-    task.set_config("num_fewshot", entry.shots)
-    task.set_fewshot_seed(SEED)
-    task.build_all_requests(limit=limit, rank=0, world_size=1)
+    from tools.tasks.rows import requests_of
+
     normed = any(metric["metric"] == "acc_norm" for metric in task.config.metric_list)
     rows = {}
-    for request in task.instances:
+    for request in requests_of(task, entry.shots, limit):
         row = rows.setdefault(request.doc_id, {"gold": gold(task, request.doc), "choices": []})
         text = task.doc_to_choice(request.doc)[len(row["choices"])]
         row["choices"].append([*encode(*request.args), len(text) if normed else None])

@@ -85,6 +85,7 @@ def import_model(arguments, name, given):
     """Import the directory ``arguments.model``, called ``name`` in messages. given: the directory, or its GGUF file."""
     from tqdm import tqdm
 
+    from tools.checkpoints.read import progress
     from tools.heads.calibration import calibrate
     from tools.heads.importance import ranked
     from tools.hf.convert.gguf_source import add_weights
@@ -160,7 +161,7 @@ def import_model(arguments, name, given):
     started = time.perf_counter()
     whole = Config(model=config, run=RunConfig(seq_length=length, seed=arguments.seed))
     total = sum(4 * math.prod(part.shape) for part in parts)
-    with tqdm(desc="importing", total=total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+    with progress("importing", total) as bar:
         step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
     print(f"imported {name} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
     print("to train it (the model's flags are taken from there; any that contradicts it is refused):")

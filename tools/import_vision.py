@@ -48,11 +48,11 @@ def add_flags(parser):
 def run(arguments):
     """Run the whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
     import torch
-    from tqdm import tqdm
 
     from moh_lm.vision.checks import vit_problems
     from moh_lm.vision.load import MODELS
     from moh_lm.vision.released import POSITIONS, sizes, state_dict
+    from tools.checkpoints.read import progress
     from tools.hf.convert.import_step import output_problems, write_step
     from tools.hf.convert.import_weights import Part, read_released
 
@@ -79,7 +79,7 @@ def run(arguments):
     parts = [Part(name, tuple(wanted[name].shape), lambda n=name: [tensors[n].float()], key) for name in wanted]
     facts = {"source": str(arguments.file), "preset": arguments.preset, "weights": key}
     total = sum(math.prod(part.shape) for part in parts)
-    with tqdm(desc="importing", total=4 * total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+    with progress("importing", 4 * total) as bar:
         step = write_step(arguments.output, config, parts, facts, {}, bar.update)
     where = f"{arguments.file} ({key})" if key else arguments.file
     print(f"imported {where} as {step}: {arguments.kind} {arguments.preset}, {total:,} parameters")
@@ -99,7 +99,6 @@ def differences(wanted, found):
         more = len(problems) - MOST_PROBLEMS + 1
         problems[MOST_PROBLEMS - 1 :] = [f"{more} more parameters differ; give the --preset of the file"]
     return problems
-
 
 
 if __name__ == "__main__":

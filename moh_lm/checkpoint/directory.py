@@ -87,10 +87,12 @@ def step_around(path):
 
 def newest_model(run, config_type=Config):
     """Return (step directory, model of its configuration) of the newest step of a run, or (None, None) if no step is
-    intact.
+    intact, or if no directory was given.
 
     Only config.json is compared with the manifest. Raises ConfigError if the directory of the steps cannot be read.
     """
+    if not run:
+        return None, None
     try:
         steps = list_steps(Path(run) / "checkpoints")
     except OSError as error:

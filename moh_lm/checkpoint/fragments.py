@@ -24,11 +24,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moh_lm.build import build_model
-from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, read_json
+from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries
 from moh_lm.config import Config
 from moh_lm.model.transformer import saved_tensors
 from moh_lm.parallel.layers import Partition
-from moh_lm.parsing import parse_json
+from moh_lm.parsing import parse_json, read_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "ema"
@@ -117,11 +117,13 @@ class FragmentReader:
             try:
                 open(path, "rb").close()  # safe_open calls any file absent that it cannot open
                 file = safe_open(path, "pt")
-                self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
                 self.zero |= set(parse_json(file.metadata().get("zero", "[]")))
                 addresses = parse_json(file.metadata()["fragments"])
                 for key in file.keys():  # noqa: SIM118
-                    elements, address = file.get_slice(key).get_shape(), addresses.get(key.partition("/")[2])
+                    kind, _, name = key.partition("/")
+                    if kind == AVERAGE:
+                        self.averaged.add(name)
+                    elements, address = file.get_slice(key).get_shape(), addresses.get(name)
                     if address and elements != [address["length"]]:
                         raise ValueError(f"{key} has {elements} elements, but its range has {address['length']}")
                 for name, address in addresses.items():

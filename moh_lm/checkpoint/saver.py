@@ -186,7 +186,6 @@ class Saver:
 
     def remove(self):
         """Remove the old steps in the background."""
-        doomed = []
         try:
             steps = list_steps(self.directory)
         except OSError as error:
@@ -197,7 +196,7 @@ class Saver:
                 self.verified.update([step_number(step)] if step_number(step) and is_whole(step) else [])
                 self.progress()
             self.counted = True
-        numbers = [step_number(step) for step in steps]
+        numbers, doomed = [step_number(step) for step in steps], []
         for number in outdated(numbers, self.verified, self.keep_last, self.keep_every):
             try:
                 doomed.append(discard(self.directory / f"step-{number}"))
@@ -260,11 +259,9 @@ def is_done(work, path):
 
 def not_finite(step, fragments):
     """Return a sentence if a tensor of the ``fragments`` holds NaN or infinity."""
-    names = [f"{kind} of {fragment.name}" for fragment in fragments for kind in fragment.tensors]
-    tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
-    if not tensors:
-        return []
-    bad = [name for name, finite in zip(names, are_finite(tensors).tolist(), strict=True) if not finite]
+    tensors = {f"{kind} of {f.name}": tensor for f in fragments for kind, tensor in f.tensors.items()}
+    finite = are_finite(list(tensors.values())).tolist() if tensors else []
+    bad = [name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite]
     if not bad:
         return []
     return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]

@@ -63,13 +63,15 @@ def describe_failure(error, directory, need):
 def rank_0_files(step, config, state, tokenizer):
     """Return {name: content} of the files that are the same for all ranks."""
     files = {"config.json": json_bytes(config.to_dict()), "state.json": json_bytes({"step": step, **state})}
-    return files | (tokenizer_contents(Path(tokenizer).parent) if tokenizer else {})
+    return files | tokenizer_contents(tokenizer)
 
 
 @functools.cache
-def tokenizer_contents(directory):
-    """Return {name: content} of the tokenizer's files. They are read once: at a save, the data may be out of reach."""
-    return {path.name: path.read_bytes() for path in tokenizer_files(directory)}
+def tokenizer_contents(tokenizer):
+    """Return {name: content} of the files beside a ``tokenizer``, {} for None. They are read once: at a save, the data
+    may be out of reach."""
+    paths = tokenizer_files(Path(tokenizer).parent) if tokenizer else ()
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def free_bytes(directory):

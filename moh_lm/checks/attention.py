@@ -3,8 +3,9 @@
 import math
 from dataclasses import fields
 
-from moh_lm.checks.ranges import below, divisors
+from moh_lm.checks.ranges import below, divisors, not_default
 from moh_lm.config import flag
+from moh_lm.config.fields import tuple_of
 from moh_lm.config.model import OF_LAYERS
 from moh_lm.model.rotary import NEEDS
 
@@ -22,7 +23,7 @@ def length_problems(model):
     return [
         f"{flag(key)} has {len(given)} {'names' if key == 'position' else 'numbers'}: {per_layer(model)}"
         for key, count in model.lists().items()
-        if len(given := as_tuple(values[key])) not in (1, count)
+        if len(given := tuple_of(values[key])) not in (1, count)
     ][:1]
 
 
@@ -31,7 +32,7 @@ def head_count_problems(model):
     found = [
         f"{flag(key)} {value}: must be 1 or above"
         for key in OF_LAYERS
-        for value in sorted({*as_tuple(getattr(model, key))})
+        for value in sorted({*tuple_of(getattr(model, key))})
         if value < 1
     ]
     if found:
@@ -46,7 +47,7 @@ def head_count_problems(model):
         if heads % keys
     ]
     if not found and len({heads // keys for heads, keys in pairs}) > 1:
-        given = " ".join(map(str, as_tuple(model.num_key_value_heads)))
+        given = " ".join(map(str, tuple_of(model.num_key_value_heads)))
         advice = "as many query heads must share a key/value head in every layer; give a number for each layer"
         found.append(f"--num-key-value-heads {given}: {advice}")
     return found
@@ -56,11 +57,7 @@ def latent_problems(model):
     """Check what latent attention needs or contradicts."""
     given, sizes = "--attention latent", ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
     if model.attention == "heads":
-        return [
-            f"{flag(key)} {getattr(model, key)}: has no meaning without {given}; leave it out"
-            for key in sizes
-            if getattr(model, key) is not None
-        ]
+        return not_default(model, sizes, f"has no meaning without {given}; leave it out")
     found = below(model, 1, *sizes)
     if "rotary" in model.position and model.qk_rope_head_dim and model.qk_rope_head_dim % 2:
         found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features rotate in pairs; choose an even number")
@@ -120,8 +117,8 @@ def refusals(given, others):
 
 def position_problems(model):
     """Check the kinds of positions and what each of them needs. Settings of a kind that no layer has are ignored."""
-    kinds, known = {*model.position}, {entry.name: entry for entry in fields(model)}
-    allowed, given = known["position"].metadata["choices"], f"--position {' '.join(sorted(kinds))}"
+    kinds, (position,) = {*model.position}, [entry for entry in fields(model) if entry.name == "position"]
+    allowed, given = position.metadata["choices"], f"--position {' '.join(sorted(kinds))}"
     if not kinds <= {*allowed}:
         return [f"{given}: choose among {', '.join(allowed)}"]
     found = below(model, 1, "cope_max_position")
@@ -131,11 +128,8 @@ def position_problems(model):
         found.append(f"--learned-positions is missing: {given} needs it; give at least --seq-length")
     elif "learned" in kinds:
         found += below(model, 1, "learned_positions")
-    found += [
-        f"{flag(key)} {getattr(model, key)}: has no meaning with {given}; leave it out"
-        for key, kind in OF_POSITION.items()
-        if kind not in kinds and getattr(model, key) != known[key].default
-    ]
+    others = [key for key, kind in OF_POSITION.items() if kind not in kinds]
+    found += not_default(model, others, f"has no meaning with {given}; leave it out")
     if not 0 < model.rotary_fraction <= 1:
         found.append(f"--rotary-fraction {model.rotary_fraction:g}: must be above 0 and at most 1, such as 0.5")
     return found
@@ -175,10 +169,6 @@ def rope_problems(model):
             "the second; LLaMA 3.1 has 1 and 4"
         )
     return found
-
-
-def as_tuple(value):
-    return value if isinstance(value, tuple) else (value,)
 
 
 def per_layer(model):

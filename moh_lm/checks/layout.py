@@ -13,7 +13,7 @@ DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_s
 def layout_problems(config, world_size):
     """Check the arithmetic of processes and batches, once the numbers themselves are valid."""
     run, parallel = config.run, config.parallel
-    found = below(parallel, 1, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    found = below(parallel, 1, *DEGREES)
     if found or run.seq_length < 1 or run.micro_batch_size < 1:
         return found
     tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
@@ -38,7 +38,7 @@ def layout_problems(config, world_size):
             f"choose --batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length} or another "
             "--micro-batch-size; a run that has begun keeps its batch, so choose another layout (tools/plan.py)"
         ]
-    newest = newest_model(run.checkpoint_dir)[0] if run.batch_warmup and run.checkpoint_dir else None
+    newest = newest_model(run.checkpoint_dir)[0] if run.batch_warmup else None
     return found + uneven_batch(config, chunk, step_number(newest) if newest else 0)
 
 

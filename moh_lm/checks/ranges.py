@@ -1,6 +1,7 @@
-"""Sentences and words for numbers that have a range."""
+"""Sentences about settings that are out of range, or given where they have no meaning."""
 
 import math
+from dataclasses import fields
 
 from moh_lm.config import flag
 
@@ -13,6 +14,13 @@ def below(section, lowest, *keys):
         for key, value in values.items()
         if value is not None and not lowest <= value < math.inf
     ]
+
+
+def not_default(section, keys, problem):
+    """Return a sentence, which ends with ``problem``, for each of ``keys`` whose value is not its default."""
+    defaults = {entry.name: entry.default for entry in fields(section)}
+    values = {key: getattr(section, key) for key in keys}
+    return [f"{flag(key)} {value}: {problem}" for key, value in values.items() if value != defaults[key]]
 
 
 def between(least, most):

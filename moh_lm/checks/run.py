@@ -8,13 +8,15 @@ import shutil
 import torch
 
 from moh_lm.checks.attention import length_problems
-from moh_lm.checks.ranges import below
+from moh_lm.checks.ranges import below, not_default
 from moh_lm.checks.schedule import batch_warmup_problems
-from moh_lm.config import FUSED, OptimizerConfig, RunConfig, flag
+from moh_lm.config import FUSED, OptimizerConfig, flag
+from moh_lm.config.fields import tuple_of
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
 
 YEAR = 365 * 86400  # seconds
+OF_MUON = ("muon_split", "muon_scale", "muon_momentum", "matrix_learning_rate", "matrix_weight_decay")
 
 
 def optimizer_problems(optimizer):
@@ -31,11 +33,7 @@ def optimizer_problems(optimizer):
     if rate is not None and not 0 < rate < math.inf:
         found.append(f"--matrix-learning-rate {rate:g}: must be above 0, such as {peak:g}")
     if optimizer.optimizer != "muon":
-        found += [
-            f"{flag(key)} {getattr(optimizer, key)}: has no meaning with --optimizer adamw; leave it out"
-            for key in ("muon_split", "muon_scale", "muon_momentum", "matrix_learning_rate", "matrix_weight_decay")
-            if getattr(optimizer, key) != getattr(OptimizerConfig(), key)
-        ]
+        found += not_default(optimizer, OF_MUON, "has no meaning with --optimizer adamw; leave it out")
     for key in ("adam_beta1", "adam_beta2", "muon_momentum"):
         if not 0 <= getattr(optimizer, key) < 1:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be at least 0 and below 1")
@@ -47,8 +45,7 @@ def split_problems(config):
     split, tp = config.optimizer.muon_split, config.parallel.tensor_parallel_size
     if config.optimizer.optimizer != "muon":
         return []
-    keys = config.model.num_key_value_heads
-    fewest = min(keys, default=0) if isinstance(keys, tuple) else keys
+    fewest = min(tuple_of(config.model.num_key_value_heads), default=0)
     if split == "group" and 0 < fewest < tp:
         given = f"--muon-split group: the heads that share one of {fewest} key/value heads"
         return [f"{given} are on several ranks with --tensor-parallel-size {tp}; choose head or matrix"]
@@ -209,10 +206,9 @@ def backend_problems(config, on_gpu):
 
 def window_problems(config):
     """Check what the window strategies need or contradict."""
-    run, defaults = config.run, RunConfig()
+    run = config.run
     if run.window_strategy == "fixed":
-        changed = [key for key in ("window_min", "window_max") if getattr(run, key) != getattr(defaults, key)]
-        return [f"{flag(key)} {getattr(run, key)}: needs --window-strategy sequence or entropy" for key in changed]
+        return not_default(run, ("window_min", "window_max"), "needs --window-strategy sequence or entropy")
     found, given = below(run, 2, "window_min"), f"--window-strategy {run.window_strategy}"
     if run.window_max < run.window_min:
         found.append(f"--window-max {run.window_max}: must be at least --window-min {run.window_min}")
@@ -229,9 +225,7 @@ def window_problems(config):
 
 def compile_problems(run, on_gpu):
     """Check what torch.compile needs."""
-    if not run.compile:
-        return []
-    if on_gpu or shutil.which(os.environ.get("CXX", "g++")):
+    if not run.compile or on_gpu or shutil.which(os.environ.get("CXX", "g++")):
         return []
     return ["--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out"]
 

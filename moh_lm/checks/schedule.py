@@ -3,8 +3,6 @@
 A warm-up or a decay must have something to do, and must fit into the iterations of the run.
 """
 
-from contextlib import suppress
-
 from moh_lm.checks.ranges import between
 
 
@@ -50,11 +48,13 @@ def decay_mix_problems(config):
 
 def batch_warmup_problems(run):
     """Check --batch-warmup."""
-    batch = tokens = 0
-    with suppress(ValueError):
+    if not run.batch_warmup:
+        return []
+    try:
         batch, tokens = run.first_batches
-    sound = 0 < batch < run.batch_tokens and tokens > 0 and batch % max(1, run.seq_length) == 0
-    if sound or not run.batch_warmup:
+    except ValueError:
+        batch = tokens = 0
+    if 0 < batch < run.batch_tokens and tokens > 0 and batch % max(1, run.seq_length) == 0:
         return []
     return [
         f"--batch-warmup {run.batch_warmup}: write BATCH:TOKENS, such as 512K:10B, with a BATCH below --batch-tokens "

@@ -30,7 +30,7 @@ class FlagsOfFile(argparse.Action):
     def __call__(self, parser, namespace, path, option_string=None):
         import yaml  # here, so that pretrain.py can say that it is not installed
 
-        from moh_lm.cli.yaml_texts import Switch, Texts, as_texts
+        from moh_lm.cli.yaml_texts import Texts, as_texts
 
         try:
             values = yaml.load(Path(path).read_text(encoding="utf-8"), Texts)
@@ -47,20 +47,28 @@ class FlagsOfFile(argparse.Action):
             raise ConfigError([f"{given}: {name} is unknown: {nearest(str(name), actions)}" for name in unknown])
         for name, value in values.items():
             action = actions[name]
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if any(isinstance(item, dict | list) for item in items):  # with aliases such a list can be endless
-                raise ConfigError([f"--config {path}: {name}: holds a list inside of a list; give plain values"])
-            if action.nargs != "+" and isinstance(value, dict | list):
-                shown, example = ", ".join(as_texts(value, True)), action.metavar or next(iter(action.choices))
-                raise ConfigError([f"--config {path}: {name}: [{shown}]: takes one value, {name}: {example}"])
-            if isinstance(value, Switch) and action.metavar in ("PATH", "PROJECT", "COMMAND"):
-                advice = "YAML reads yes, no, on and off as true or false; quote the text"
-                raise ConfigError([f"--config {path}: {name}: {advice}"])
-            if value is None or None in items or (isinstance(value, dict) and None in value):
-                raise ConfigError([f"--config {path}: {name}: has no value; give one, or leave the line out"])
+            if problem := value_problem(action, value):
+                raise ConfigError([f"--config {path}: {name}: {problem}"])
             texts = as_texts(value, action.nargs == "+")
-            together = "".join(texts)
-            if "\0" in together or together != together.encode(errors="replace").decode():
-                raise ConfigError([f"--config {path}: {name}: contains NUL or half of a surrogate pair; remove it"])
             parser._check_value(action, texts)
             action(parser, namespace, texts)
+
+
+def value_problem(action, value):
+    """Return what is wrong with a YAML value for a flag, whatever texts the flag takes, or None."""
+    from moh_lm.cli.yaml_texts import Switch, as_texts
+
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if any(isinstance(item, dict | list) for item in items):  # with aliases such a list can be endless
+        return "holds a list inside of a list; give plain values"
+    if action.nargs != "+" and isinstance(value, dict | list):
+        example = action.metavar or next(iter(action.choices))
+        return f"[{', '.join(as_texts(value, True))}]: takes one value, {action.dest}: {example}"
+    if isinstance(value, Switch) and action.metavar in ("PATH", "PROJECT", "COMMAND"):
+        return "YAML reads yes, no, on and off as true or false; quote the text"
+    if value is None or None in items or (isinstance(value, dict) and None in value):
+        return "has no value; give one, or leave the line out"
+    together = "".join(as_texts(value, True))
+    if "\0" in together or together != together.encode(errors="replace").decode():
+        return "contains NUL or half of a surrogate pair; remove it"
+    return None

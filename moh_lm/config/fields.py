@@ -62,6 +62,11 @@ def as_tuples(value):
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
+def tuple_of(value):
+    """Return a tuple as it is, and one number for all layers as a tuple of one."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def fits(value, wanted):
     """Return whether a value of JSON is of the type of a field, which may be one of several (int | None) or a tuple.
     Whole numbers have at most 63 bits."""

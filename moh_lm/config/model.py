@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from moh_lm.config.fields import option
+from moh_lm.config.fields import option, tuple_of
 from moh_lm.config.heads import HeadsConfig, HeadsOfLayers, RoutedLayer
 from moh_lm.config.resolve import model_values
 
@@ -105,8 +105,7 @@ class ModelConfig(HeadsOfLayers):
     @property
     def head_counts(self):
         """Number of query heads: one number for all layers, or one per layer."""
-        value = self.num_attention_heads
-        return value if isinstance(value, tuple) else (value,)
+        return tuple_of(self.num_attention_heads)
 
     def of_layer(self, layer):
         """Return the model with the heads of this layer in all layers."""

@@ -21,7 +21,7 @@ a flag is kept, and the values below follow from it.
 
 import math
 
-from moh_lm.config.fields import ConfigError
+from moh_lm.config.fields import ConfigError, tuple_of
 
 SIZES = ("100K", "300K", "1M", "3M", "10M", "30M", "100M", "300M", "1B")
 
@@ -43,8 +43,7 @@ def preset(size, given):
         advice = f"choose a multiple of {head}, or give --num-attention-heads"
         has = "four heads of even width" if scale < 1 else f"heads of {head}"
         raise ConfigError([f"--hidden-size {d}: --preset {size} has {has}; {advice}"])
-    heads = choose("num_attention_heads", (4 if scale < 1 else max(1, d // head),))
-    heads = heads if isinstance(heads, tuple) else (heads,)
+    heads = tuple_of(choose("num_attention_heads", (4 if scale < 1 else max(1, d // head),)))
     if not values.get("head_dims"):
         choose("head_dim", d // max(1, *heads))
     if values.get("attention") == "latent":

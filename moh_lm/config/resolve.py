@@ -6,7 +6,7 @@ The functions compute the defaults that the help of each field promises, and cha
 import math
 from dataclasses import replace
 
-from moh_lm.config.fields import ConfigError, flag
+from moh_lm.config.fields import ConfigError, flag, tuple_of
 from moh_lm.config.heads import GATED
 
 MOST_LAYERS = 4096
@@ -17,7 +17,7 @@ def model_values(model):
     layers, queries = few_enough(model.num_layers), model.num_attention_heads
     queries = one_number(queries, layers) if queries not in (None, ()) else 0
     keys = one_number(model.num_key_value_heads, layers) if model.num_key_value_heads not in (None, ()) else queries
-    counts = queries if isinstance(queries, tuple) else (queries,)
+    counts = tuple_of(queries)
     head_dim = width_of_head(model, max(counts))
     return {
         "num_attention_heads": queries,
@@ -46,8 +46,7 @@ def one_number(value, num_layers):
 
 def heads_of_a_key(queries, keys):
     """Return the number of query heads that share a key/value head in the first layer."""
-    queries, keys = (value[0] if isinstance(value, tuple) else value for value in (queries, keys))
-    return queries // max(1, keys) or 1
+    return tuple_of(queries)[0] // max(1, tuple_of(keys)[0]) or 1
 
 
 def for_every_layer(value, num_layers):

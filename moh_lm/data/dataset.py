@@ -12,7 +12,7 @@ from moh_lm.config import ConfigError, DataConfig, raise_any
 from moh_lm.data.mixture import Mixture, data_problems, integer_weights
 from moh_lm.data.packing import Packer, Piece
 from moh_lm.data.segments import PACKING, changes, next_segments, tokens_read, windows_read
-from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_files
+from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_file
 from moh_lm.data.source import Source
 from moh_lm.data.training_data import TrainingData
 
@@ -51,7 +51,7 @@ class Dataset(TrainingData):
         if decay:
             first, later = decay
             self.decay = first, later.after(first, self.consumed(self.segments, first))
-        self.tokenizer_path = next(iter(tokenizer_files(data.data_dir)), None)
+        self.tokenizer_path = tokenizer_file(data.data_dir)
         self.packer = None
         if data.packing == "best_fit":
             self.packer = Packer(mixture, [source.training for source in self.sources])

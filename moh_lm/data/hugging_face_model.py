@@ -42,7 +42,8 @@ class HuggingFaceModel:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(directory, "tokenizer.json")))
             config = read_json(Path(directory, "tokenizer_config.json"))
             more = optional_json(Path(directory, "special_tokens_map.json"))
-            model, template = self.tokenizer.model, chat_template(directory, config)
+            model = self.tokenizer.model
+            template = str(config.get("chat_template", "")) + (template_file(directory) or "")
             self.dropout = getattr(model, "dropout", None)
             if self.dropout:
                 model.dropout = None
@@ -141,9 +142,18 @@ def text_of(token: object) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def chat_template(directory: str | Path, config: dict) -> str:
+def numbers_of(tokenizer: dict) -> dict[str, int]:
+    """Return {text: id} from the content of a tokenizer.json."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {text: index for index, (text, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+
+
+def template_file(directory: str | Path) -> str | None:
+    """Return the chat template that has a file of its own, or None."""
     path = Path(directory, "chat_template.jinja")
-    return str(config.get("chat_template", "")) + (path.read_text(encoding="utf-8") if path.is_file() else "")
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def optional_json(path: Path) -> dict:

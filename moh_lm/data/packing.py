@@ -14,6 +14,7 @@ Documents that cross the end of a block are cut there.
 import math
 from bisect import bisect_left, insort
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from moh_lm.config import ConfigError
@@ -83,7 +84,6 @@ class Packer:
             found.append(count_cuts(starts, rows, self.mixture.seq_length, end))
         return Counts(*map(sum, zip(*found, strict=True)))
 
-
     def describe(self, names):
         """Yield lines about cut documents in these sources. Raises ConfigError if one is damaged."""
         yield "packing    best_fit, without padding: documents that would fit into a sequence but are cut"
@@ -105,7 +105,7 @@ def pack(starts, rows, length):
     ends, begins = set(starts), {0, *starts}
     bounds = [0, *(start for start in starts if start < total), total]
     packed, short = [], []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         whole = (end - begin) // length * length
         packed += [[(first, length)] for first in range(begin, begin + whole, length)]
         if begin + whole < end:

@@ -119,9 +119,14 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
             if recorded != actual:
                 raise ShardError(f"{json_path}: {what} is recorded as {recorded}, but is {actual}")
         shard.largest_id, shard.sidecar = sidecar["largest_id"], sidecar
-        shard.content = hashlib.sha256((sidecar["bin"]["sha256"] + sidecar["idx"]["sha256"]).encode()).hexdigest()
+        shard.content = content_of(sidecar)
         shard.sums = Sums(files.block_sums(sidecar["bin"]), files.block_sums(sidecar["idx"]))
     return shard
+
+
+def content_of(sidecar: dict) -> str:
+    """Return a hash of the contents of the two files that a sidecar describes."""
+    return hashlib.sha256((sidecar["bin"]["sha256"] + sidecar["idx"]["sha256"]).encode()).hexdigest()
 
 
 def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes: None) -> Iterator[str]:

@@ -18,6 +18,7 @@ earlier segment: the same shards, seed, sequence length, validation fraction and
 import functools
 from collections.abc import Mapping
 
+from moh_lm.config import flag
 from moh_lm.data.mixture import sample_counts
 from moh_lm.units import listing
 
@@ -72,7 +73,7 @@ def tokens_read(segments, samples, seq_length) -> int:
 def changes(before: dict, units_before: Mapping, now: dict, units_now: Mapping) -> list[str]:
     """Return a sentence for each difference between two fingerprints. units: source -> shard -> content hash."""
     orders = zip(ORDER, order_of(before), order_of(now), strict=True)
-    found = [f"--{key.replace('_', '-')} was {was} and is {now_is}" for key, was, now_is in orders if was != now_is]
+    found = [f"{flag(key)} was {was} and is {now_is}" for key, was, now_is in orders if was != now_is]
     for name in sorted(before["weights"].keys() | now["weights"].keys()):
         was, share = describe_share(before["weights"], name), describe_share(now["weights"], name)
         if share is None:

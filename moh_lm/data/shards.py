@@ -13,7 +13,6 @@ one rank of each machine. The first read of a shard compares its files with thei
 manifest.
 """
 
-import hashlib
 import os
 from array import array
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import numpy as np
 
 from moh_lm.data import files
 from moh_lm.data.files import ShardError
-from moh_lm.data.hugging_face_model import DOCUMENT_END
+from moh_lm.data.hugging_face_model import DOCUMENT_END, numbers_of
 from moh_lm.data.index import DTYPES, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard
 
@@ -51,6 +50,11 @@ def tokenizer_files(directory: str | Path) -> list[Path]:
     if os.path.exists(model):
         return [model]
     return [path for path in hugging_face if os.path.exists(path)] if os.path.exists(hugging_face[0]) else []
+
+
+def tokenizer_file(directory: str | Path) -> Path | None:
+    """Return the file with the pieces of the tokenizer in a directory, or None if there is no tokenizer."""
+    return next(iter(tokenizer_files(directory)), None)
 
 
 class ShardWriter:
@@ -200,7 +204,7 @@ def read_manifest(data_dir: str | Path) -> dict:
             raise ShardError(f"{path}: is damaged: a shard of {name} has a wrong {wrong}; {files.REMEDY}")
     if manifest["sources"]:
         files.check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
-        for tokenizer in tokenizer_files(data_dir)[:1]:
+        if tokenizer := tokenizer_file(data_dir):
             check_tokenizer(tokenizer, manifest["tokenizer"]["sha256"])
             if tokenizer.name != TOKENIZER_FILES[0]:
                 check_end(tokenizer, manifest["tokenizer"].get("eos_id"))
@@ -231,9 +235,7 @@ def check_end(path: Path, recorded: int | None):
         pieces, settings = files.read_json(path), files.read_json(config)
         end = settings.get(DOCUMENT_END, settings.get("eos_token"))
         end = end["content"] if isinstance(end, dict) else end
-        ids = pieces["model"]["vocab"]
-        ids = dict(ids) if isinstance(ids, dict) else {piece: index for index, (piece, _) in enumerate(ids)}
-        found = (ids | {token["content"]: token["id"] for token in pieces.get("added_tokens", [])}).get(end)
+        found = numbers_of(pieces).get(end)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ShardError(f"{config}: is not that of the tokenizer beside it ({error}); restore it") from error
     if found != recorded and recorded is not None:
@@ -243,8 +245,7 @@ def check_end(path: Path, recorded: int | None):
 
 def check_tokenizer(path: Path, recorded: str):
     """Raise ShardError unless the tokenizer at ``path`` has the SHA-256 ``recorded``."""
-    with files.opened(path) as file:
-        found = hashlib.sha256(file.read()).hexdigest()
+    found = files.sha256_of(path, files.opened)
     if found != recorded:
         raise ShardError(
             f"{path}: is not the tokenizer of the shards: its SHA-256 begins with {found[:12]}, that in manifest.json "

@@ -67,10 +67,10 @@ class Source:
         self.bytes_per_token = bytes_per_token
         self.shards, cuts, self.unlisted = opened
         self.seq_length = seq_length
-        self.training = Stream((shard, 0, cut) for shard, cut in zip(self.shards, cuts, strict=True))
-        self.validation = Stream((shard, cut, shard.num_tokens) for shard, cut in zip(self.shards, cuts, strict=True))
-        cut_inside = [shard for shard, cut in zip(self.shards, cuts, strict=True) if 0 < cut < shard.num_tokens]
-        self.cut_texts = [shard for shard in cut_inside if shard.num_documents == 1]
+        parts = list(zip(self.shards, cuts, strict=True))
+        self.training = Stream((shard, 0, cut) for shard, cut in parts)
+        self.validation = Stream((shard, cut, shard.num_tokens) for shard, cut in parts)
+        self.cut_texts = [shard for shard, cut in parts if 0 < cut < shard.num_tokens and shard.num_documents == 1]
         self.validation_windows = max(0, self.validation.num_tokens - 1) // seq_length
 
     def validation_positions(self, num_samples: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import sentencepiece
 
 from moh_lm.config import ConfigError
 from moh_lm.data.hugging_face_model import HuggingFaceModel
-from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_file
 from moh_lm.data.tiktoken_model import TiktokenModel, is_tiktoken
 
 OPTIONAL = TOKENIZER_FILES[-1]  # among the files of Hugging Face
@@ -20,11 +20,16 @@ def model_files(path: str | Path) -> dict[str, Path]:
     """Return {name in a data directory: file} of the tokenizer at ``path``; the file with the pieces is first."""
     path = Path(path)
     if os.path.isdir(path):
-        path = next(iter(tokenizer_files(path)), path / TOKENIZER_FILES[1])
+        path = tokenizer_file(path) or path / TOKENIZER_FILES[1]
     if path.suffix == ".json":
         files = {name: path.with_name(name) for name in TOKENIZER_FILES[1:]}
         return {name: file for name, file in files.items() if os.path.isfile(file) or name != OPTIONAL}
     return {TOKENIZER_FILES[0]: path}
+
+
+def model_file(path: str | Path) -> Path:
+    """Return the file with the pieces of the tokenizer at ``path``."""
+    return next(iter(model_files(path).values()))
 
 
 def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel | HuggingFaceModel:
@@ -37,7 +42,7 @@ def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | Tikto
             f"--tokenizer {path}: no such file as {missing[0]}; give a SentencePiece model, or a directory with one or "
             "with tokenizer.json and tokenizer_config.json"
         ])
-    model = next(iter(model_files(path).values()))
+    model = model_file(path)
     if model.suffix == ".json":
         return HuggingFaceModel(model.parent)
     try:

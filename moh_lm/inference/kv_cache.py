@@ -65,7 +65,7 @@ class LayerCache:
         compact = like.device.type == "cpu" and attention_backend in ("auto", "loops")
         self.own = self.used = None
         if own_keys and compact and not window:
-            self.own = SelectedKVCache(rows, config.num_key_value_heads, config.head_dim, like)
+            self.own = SelectedKVCache(rows, config.num_key_value_heads, config.queries_per_key, config.head_dim, like)
             return
         self.make_room(config, rows, room, like)
         if own_keys:

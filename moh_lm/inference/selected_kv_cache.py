@@ -14,10 +14,10 @@ GROWTH = 32  # a list grows by its length over this, and a few tokens
 
 
 class SelectedKVCache:
-    """rows, kv_heads, head_dim: the shape of a cache. like: a tensor of the dtype and device."""
+    """rows, kv_heads, head_dim: the shape of a cache. shared_by: r. like: a tensor of the dtype and device."""
 
-    def __init__(self, rows, kv_heads, head_dim, like):
-        self.lists = [[KVList(head_dim, like) for _ in range(kv_heads)] for _ in range(rows)]
+    def __init__(self, rows, kv_heads, shared_by, head_dim, like):
+        self.lists = [[KVList(shared_by, head_dim, like) for _ in range(kv_heads)] for _ in range(rows)]
 
     def add(self, row, keys, values, used):
         """Add the next tokens of a row. keys, values: [s, k, e]. used: bool [s, h]."""
@@ -41,20 +41,19 @@ class SelectedKVCache:
 class KVList:
     """Keys and values, [2, room, e], of ``count`` tokens, and which of the r query heads use them, bool [room, r]."""
 
-    def __init__(self, head_dim, like):
-        self.data, self.members, self.count = like.new_empty(2, 0, head_dim), None, 0
+    def __init__(self, shared_by, head_dim, like):
+        self.data, self.count = like.new_empty(2, 0, head_dim), 0
+        self.members = like.new_empty(0, shared_by, dtype=torch.bool)
 
     def add(self, keys, values, used):
         tokens = used.any(-1).nonzero().flatten()
-        new, used, start = torch.stack((keys, values))[:, tokens], used[tokens], self.count
-        self.count += len(tokens)
-        if self.members is None or self.count > len(self.members):
-            room = (0, 0, 0, start // GROWTH + 8)
-            old = used[:0] if self.members is None else self.members[:start]
-            self.data = F.pad(torch.cat((self.data[:, :start], new), 1), room)
-            self.members = F.pad(torch.cat((old, used)), room)
-        else:
-            self.data[:, start : self.count], self.members[start : self.count] = new, used
+        start, self.count = self.count, self.count + len(tokens)
+        missing = self.count - len(self.members)
+        if missing > 0:
+            more = (0, 0, 0, missing + start // GROWTH + 8)
+            self.data, self.members = F.pad(self.data, more), F.pad(self.members, more)
+        self.data[:, start : self.count] = torch.stack((keys, values))[:, tokens]
+        self.members[start : self.count] = used[tokens]
 
     def attend(self, query, heads):
         """Return H, [heads in use, e]. query: [heads in use, e], scaled. heads: bool [r]."""

@@ -34,14 +34,14 @@ def choose_backend(
     """
     if dense_only:
         return "dense"
-    if name == "auto" and in_groups:
-        sparse = device.type == "cpu" and not compiled and active_share <= MOST_IN_GROUPS
-        return "cpu_sparse" if sparse and fastest(device, dtype, tuple(shape), active_share) != "dense" else "groups"
     if name == "auto":
-        if device.type == "cpu" and compiled:
-            return "dense"  # cpu_sparse would break the graph
-        chosen = fastest(device, dtype, tuple(shape), active_share, compiled, estimate)
-        return "dense" if chosen == "triton" and (TRITON is None or own_keys) else chosen
+        ordinary = "groups" if in_groups else "dense"
+        better = {
+            "cpu_sparse": not compiled and not (in_groups and active_share > MOST_IN_GROUPS),  # it breaks graphs
+            "triton": TRITON is not None and not own_keys and not in_groups,
+        }
+        chosen = fastest(device, dtype, shape, active_share, compiled, estimate)
+        return chosen if better.get(chosen) else ordinary
     if name == "triton" and TRITON is None:
         raise RuntimeError("attention backend triton: the package triton is not installed; install it, or choose auto")
     if name == "cpu_sparse" and device.type != "cpu":

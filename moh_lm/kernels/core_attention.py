@@ -58,17 +58,12 @@ class CoreAttention(Compared):
         dense.backend = None
         given = query, key, value, *([] if gates is None else [gates])
         inputs = leaves(*given)
-        outputs, gradients = results([self.on(inputs, selected, mask)[first]], inputs)
+        outputs, gradients = results([self.forward(*inputs, selected=selected, mask=mask)[first]], inputs)
         selected, mask = None if selected is None else selected[first], mask and mask.first(COMPARED_TOKENS)
         exact, plain = (leaves(*(part[first].to(dtype or part.dtype) for part in given)) for dtype in (wide, None))
-        exact, plain = (results([dense.on(inputs, selected, mask)], inputs) for inputs in (exact, plain))
+        exact, plain = (results([dense.forward(*each, selected=selected, mask=mask)], each) for each in (exact, plain))
         found = outputs, [gradient[first] for gradient in gradients]
         return differences(found, exact, plain=plain, dtype=query.dtype)
-
-    def on(self, inputs, selected, mask):
-        """Return ``forward`` of (query, key, value) or (query, key, value, gates)."""
-        query, key, value, gates = (*inputs, None)[:4]
-        return self.forward(query, key, value, gates, selected, mask)
 
     def added_to_cache(self, query, keys, lengths):
         """Return what is added to the scores of queries on a cache, [b, h, T], or None; see ``decode_attention``."""

@@ -49,11 +49,12 @@ def balance_loss(probability, selected, group, previous_share=None, together=Fal
 def make_rows(losses, a1, gates, selections, copies):
     """Return the rows, [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or None without a second stage. gates: [s/tp, b, n].
     selections: [b, E]. copies: number of ranks that process the same tokens."""
-    weights = a1.detach().sum(0) if a1 is not None else torch.zeros_like(losses)[:, None]  # [b, 1]
-    gates = gates.detach()
-    sums = [part.sum((0, 2))[:, None] for part in (gates, gates.square())]
-    row = [losses.detach()[:, None], weights, *sums, selections]
-    return torch.cat([row[0], *(part / copies for part in row[1:])] if copies > 1 else row, dim=1)
+    losses, gates = losses.detach()[:, None], gates.detach()
+    weights = torch.zeros_like(losses) if a1 is None else a1.detach().sum(0)  # [b, 1]
+    counted = [weights, *(part.sum((0, 2))[:, None] for part in (gates, gates.square())), selections]
+    if copies > 1:
+        counted = [part / copies for part in counted]
+    return torch.cat([losses, *counted], dim=1)
 
 
 class MicroBatchParts:

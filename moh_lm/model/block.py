@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moh_lm.model.balance import RouterRows, attach_loss
-from moh_lm.model.router import SelectionReplay
+from moh_lm.model.selection import SelectionReplay
 
 
 class RoutedBlock(nn.Module):
@@ -40,7 +40,7 @@ class RoutedBlock(nn.Module):
             nonlocal replay
             x, routing = self.run(self, x, *arguments, replay)
             if routing.selection is not None:
-                replay = SelectionReplay(routing.selection.new_ones((), dtype=torch.bool), routing.selection)
+                replay = SelectionReplay.of(routing.selection)
             return x, routing
 
         return checkpoint(run_and_remember, x, use_reentrant=False, preserve_rng_state=False)

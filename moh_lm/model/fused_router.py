@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from moh_lm.compared import Compared, differences, leaves, results
 from moh_lm.kernels.triton_router import differentiate, finish, route
-from moh_lm.model.router import HeadRouter, RouterOutput, SelectionReplay
+from moh_lm.model.router import HeadRouter, RouterOutput
+from moh_lm.model.selection import SelectionReplay
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.mappings import replicate
 
@@ -52,8 +53,7 @@ class FusedRouter(HeadRouter, Compared):
         fused, exact = self.forward(x, inputs, replay), HeadRouter.forward(self, x, inputs, replay)
         if fused.selection is not None:
             others = (exact.selection != fused.selection).any(-1).double().mean().item()
-            same = SelectionReplay(fused.selection.new_ones((), dtype=torch.bool), fused.selection)
-            exact = HeadRouter.forward(self, x, inputs, same)
+            exact = HeadRouter.forward(self, x, inputs, SelectionReplay.of(fused.selection))
         for form in fused, exact:
             outputs, (dx, *of_weights) = results([form.gates, form.loss], [x, *self.parameters()])
             both.append((outputs, [dx, torch.cat(of_weights)]))  # together, as one of them may be nothing but rounding
@@ -64,9 +64,8 @@ class FusedRouter(HeadRouter, Compared):
         weights = [self.w_shared, self.w_routed, self.w_type]
         if self.group is None:
             return weights
-        rows = [0 if weight is None else weight.shape[0] for weight in weights]
         joined = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
-        return [part if count else None for part, count in zip(joined.split(rows), rows, strict=True)]
+        return split_like(joined, weights)
 
 
 class FusedRouting(torch.autograd.Function):
@@ -92,10 +91,14 @@ class FusedRouting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dgates, _, __, dloss, ___):
-        *inputs, selection, scores, slope = ctx.saved_tensors
+        x, *weights, selection, scores, slope = ctx.saved_tensors
         dgates = selection.new_zeros(()).expand(ctx.shape) if dgates is None else dgates
         dloss = selection.new_zeros(()) if dloss is None else dloss
-        dx, of_weights = differentiate(*inputs, selection, scores, slope, dgates, dloss, *ctx.routed[:2])
-        rows = [0 if weight is None else weight.shape[0] for weight in inputs[1:]]
-        parts = [part if count else None for part, count in zip(of_weights.split(rows), rows, strict=True)]
-        return dx, *parts, *[None] * 7
+        dx, dweights = differentiate(x, *weights, selection, scores, slope, dgates, dloss, *ctx.routed[:2])
+        return dx, *split_like(dweights, weights), *[None] * 7
+
+
+def split_like(joined, weights):
+    """Return the rows of ``joined`` that belong to each of the joined ``weights``; None for a missing one."""
+    rows = [0 if weight is None else weight.shape[0] for weight in weights]
+    return [part if count else None for part, count in zip(joined.split(rows), rows, strict=True)]

@@ -32,12 +32,12 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.kernels.wide_linear import wide_linear
 from moh_lm.model.balance import balance_loss, make_rows
 from moh_lm.model.gates import form_of
+from moh_lm.model.selection import SelectionReplay, top_k_mask
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.head_partition import HeadPartition
 from moh_lm.parallel.layers import make_parameter
@@ -61,18 +61,6 @@ class RouterOutput(NamedTuple):
     loss: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     selection: torch.Tensor | None = None
-
-
-class SelectionReplay(NamedTuple):
-    """The selection of an earlier pass over the same tokens, [s/tp, b, E]. ``use`` is a bool scalar: whether to reuse
-    it.
-
-    Rounding must not change the selection when activations are computed again. Both passes take this argument and save
-    the same tensors, so torch.compile makes one graph for them.
-    """
-
-    use: torch.Tensor
-    selection: torch.Tensor
 
 
 class AllHeads(nn.Module):
@@ -133,8 +121,7 @@ class Gates(nn.Module):
 
     def products(self, x, weight):
         """Return the scores [s/tp, b, n] of this rank's tokens x [s/tp, b, d] by a weight [n, w]."""
-        read = x if self.width == x.shape[-1] else x[..., : self.width]
-        return wide_linear(read, replicate(weight, self.group))
+        return wide_linear(x[..., : self.width], replicate(weight, self.group))
 
     def local(self, per_head):
         """Exchange values of all heads and this rank's tokens, [s/tp, b, h], for this rank's heads and all tokens, [s,
@@ -298,28 +285,3 @@ class HeadRouter(Gates):
 def stored_dtype(name, dtype):
     """Return the dtype of the tensor ``name`` in files whose weights have ``dtype``: counts stay integers."""
     return torch.int32 if name.endswith(BIAS) else dtype
-
-
-def top_k_mask(scores, k, top_p=None, in_bf16=False):
-    """Return 1 for the k largest scores of each token, else 0: [..., E]. If scores are equal, the lower index comes
-    first.
-
-    top_p: select only the fewest of the k whose softmax, taken over all scores, adds up to this share. in_bf16: rank
-    the softmax in bf16, where many values are equal and torch.topk decides, as in the released MoH-LLaMA3.
-    """
-    if in_bf16:
-        best = scores.bfloat16().softmax(-1).topk(k).indices
-        expert = torch.arange(scores.shape[-1], device=scores.device)
-        return (best.unsqueeze(-1) == expert).any(-2).to(scores.dtype)
-    if k == 1 and top_p is None:
-        first = scores.argmax(-1, keepdim=True)  # the lowest index of the largest score
-        return (first == torch.arange(scores.shape[-1], device=scores.device)).to(scores.dtype)
-    order, ones = scores.sort(dim=-1, descending=True, stable=True).indices, 1.0
-    if top_p is not None:
-        probability = scores.softmax(-1).gather(-1, order[..., :k])
-        before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # sum over the larger scores; 0 for the largest
-        ones = (before < top_p).to(scores.dtype)
-    if torch.compiler.is_compiling():  # inductor of torch 2.13 lets a reader of a scatter, like a replay, run before it
-        k = k if top_p is None else ones.sum(-1, keepdim=True)
-        return (order.argsort(-1) < k).to(scores.dtype)
-    return torch.zeros_like(scores).scatter(-1, order[..., :k], ones)

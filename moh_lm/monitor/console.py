@@ -10,6 +10,7 @@ import sys
 from moh_lm.cli.output import Output
 
 QUIET_S = 10  # seconds without a line, after which a bar shows that the run is alive
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<LEFT, {rate_fmt}]"  # of tqdm; the batch, and its time, may grow
 CODES = {"head": "2", "result": "1", "warning": "33"}  # ANSI codes for faint, bold, yellow
 
 
@@ -20,9 +21,6 @@ def styled(text, style):
     """
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if plain else f"\x1b[{CODES[style]}m{text}\x1b[0m"
-
-
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<LEFT, {rate_fmt}]"  # of tqdm; the batch, and its time, may grow
 
 
 def show_progress(step, steps, first_step, seconds, left):

@@ -20,8 +20,6 @@ SHOWN_HEADS = (
     "entropy", "unused", "overused", "a1", "balance_loss", "gate_mean", "gate_rms", "active_heads",
     "tensor_parallel_imbalance", "context_parallel_imbalance",
 )  # fmt: skip
-
-
 LINES = 20  # of intervals from one head map to the next, and from one line of names to the next
 
 

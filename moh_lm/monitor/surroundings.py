@@ -16,11 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def surroundings(device):
     """Return {"device": name, "ranks": number, "versions": {package: version}}, and "commit" in a git checkout."""
-    packages = {name: version(name) for name in ("torch", PACKAGE)}
-    facts = {"device": machine(device), "ranks": dist.get_world_size()}
-    found = commit()
-    versions = {"python": platform.python_version(), **packages}
-    return facts | {"versions": versions} | ({"commit": found} if found else {})
+    versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", PACKAGE)}}
+    facts, found = {"device": machine(device), "ranks": dist.get_world_size(), "versions": versions}, commit()
+    return facts | ({"commit": found} if found else {})
 
 
 def commit():

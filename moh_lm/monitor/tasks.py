@@ -27,6 +27,8 @@ from moh_lm.data.loader import MicroBatch, dealt
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parsing import parse_json
 
+SHOWN = 8  # invalid questions that are named
+
 
 class Question(NamedTuple):
     gold: int | list
@@ -84,13 +86,13 @@ class Tasks:
         return {name: float(np.mean(values)) for name, values in rights.items() if values}
 
 
-def row_problems(rows, vocab_size, longest, shown=8):
-    """Return sentences for the first ``shown`` invalid questions with their lines, and the number of the others."""
+def row_problems(rows, vocab_size, longest):
+    """Return sentences for the first ``SHOWN`` invalid questions with their lines, and the number of the others."""
     if not rows:
         return ["has no question"]
     found = [(line, problem) for line, row in enumerate(rows, 2) if (problem := row_problem(row, vocab_size, longest))]
-    problems = [f"line {line}: {problem}" for line, problem in found[:shown]]
-    return problems + [f"and {len(found) - shown} more"] * (len(found) > shown)
+    problems = [f"line {line}: {problem}" for line, problem in found[:SHOWN]]
+    return problems + [f"and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
 
 
 def row_problem(row, vocab_size, longest):

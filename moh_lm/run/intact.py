@@ -14,10 +14,10 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, point_latest, refuse_dangling, set_aside, step_number
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, verify
 from moh_lm.config import ConfigError
-from moh_lm.data.files import read_json
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks
+from moh_lm.parsing import read_json
 from moh_lm.supervise.processes import log_rank0
 
 

@@ -18,11 +18,11 @@ from moh_lm.checks.layout import uneven_batch
 from moh_lm.checks.model import spread_problems
 from moh_lm.config import NOT_STATIC, TRAINING_ONLY, UNNAMED, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
-from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.model.initial_gates import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero
+from moh_lm.parsing import read_json
 from moh_lm.run.intact import sound_step
 from moh_lm.run.state import read_state, state_problems
 from moh_lm.supervise.processes import log_rank0
@@ -224,14 +224,15 @@ def names_of(model):
 def contradictions(config, dry_run=False):
     """Return sentences for flags that contradict the newest checkpoint of the run, or its absence."""
     directory = config.run.checkpoint_dir
-    program = program_of(directory) if directory else None
+    if not directory:
+        return []  # moh_lm.checks says so
+    program = program_of(directory)
     if program not in (None, config.program):
         return [f"--checkpoint-dir {directory}: holds a run of {program}; use that command, or choose a new directory"]
-    if directory:
-        refuse_dangling(Path(directory) / "checkpoints")
-    step, model = newest_model(directory, type(config)) if directory else (None, None)
+    refuse_dangling(Path(directory) / "checkpoints")
+    step, model = newest_model(directory, type(config))
     if step is None:
-        refused = directory and config.reliability.require_checkpoint and not dry_run
+        refused = config.reliability.require_checkpoint and not dry_run
         advice = "make the first one with tools/import_hf.py, or tools/import_vision.py"
         return [f"--require-checkpoint: --checkpoint-dir {directory} has none; {advice}"] if refused else []
     found = model_changes(replace(config, model=model).to_dict(), config)
@@ -253,15 +254,13 @@ def refuse_resume(task, config, dataset):
 def with_model_of_run(config):
     """Return ``config`` with the model of the run. Conflicts between a refused flag and the run's other settings, such
     as a window for each of its layers, are then not reported as mistakes of the user."""
-    model = newest_model(config.run.checkpoint_dir, type(config))[1] if config.run.checkpoint_dir else None
+    model = newest_model(config.run.checkpoint_dir, type(config))[1]
     return config if model is None else replace(config, model=model)
 
 
 def tolerated(config):
     """Return sentences that refuse a new model, but not this run, which was begun before they did."""
-    if not isinstance(config, Config) or not config.run.checkpoint_dir:
-        return []
-    model = newest_model(config.run.checkpoint_dir)[1]
+    model = newest_model(config.run.checkpoint_dir)[1] if isinstance(config, Config) else None
     return spread_problems(model) if model else []
 
 

@@ -20,7 +20,7 @@ import math
 import textwrap
 
 from moh_lm.config import ConfigError, ReliabilityConfig
-from moh_lm.data.files import read_json
+from moh_lm.parsing import read_json
 from moh_lm.training.guard import Guard
 
 KEYS = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "alarms", "data"}
@@ -38,10 +38,6 @@ class RunState:
         self.alarms = alarms
         self.step = 0
         self.imported = None
-
-    def advance(self):
-        """Count one more iteration."""
-        self.step += 1
 
     def capture(self):
         """Return the state, JSON-able. It is the same on every rank except for the alarms; rank 0 writes it."""

@@ -43,9 +43,7 @@ class LivenessCheck:
         """Wait for a call from another rank or from ``end``, and answer that this rank is alive."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             for number in count(1):
-                self.waiting.store.wait([f"{self.rank}/{number}"], NEVER)
-                while (call := self.waiting.read(f"{self.rank}/{number}")) is None:  # a stranger wrote this key first
-                    time.sleep(0.1)
+                call = self.waiting.wait_for(f"{self.rank}/{number}", NEVER)
                 if not call:
                     return
                 self.waiting.set(f"{call}/{self.rank}", "here")
@@ -72,9 +70,7 @@ class LivenessCheck:
             if not found:
                 self.calling.set("ended", str(int(call) + 1))
             return found
-        self.calling.store.wait([f"found {call}"], timedelta(seconds=seconds + self.slack))
-        while (found := self.calling.read(f"found {call}")) is None:  # a stranger wrote this key first
-            time.sleep(0.1)
+        found = self.calling.wait_for(f"found {call}", timedelta(seconds=seconds + self.slack))
         return list(map(int, found.split()))
 
     def call(self, call, seconds):

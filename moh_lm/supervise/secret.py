@@ -9,6 +9,7 @@ strangers do not. Without this variable nothing is signed and everything is beli
 import hashlib
 import hmac
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,14 @@ class SignedStore:
     def read(self, key):
         """Return the text of ``key``, or None if there is none that is believed."""
         return self.believed(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def wait_for(self, key, timeout):
+        """Return the text of ``key`` once there is one that is believed. Raises RuntimeError if nothing is there after
+        the ``timeout``, or if the store is gone."""
+        self.store.wait([key], timeout)
+        while (text := self.read(key)) is None:  # a stranger wrote this key first
+            time.sleep(0.1)
+        return text
 
     def read_all(self, keys):
         """``read`` each of the keys; keys that exist are fetched in one request."""

@@ -23,7 +23,7 @@ class SharedGradients:
         self.group, self.device = groups.tensor, device
         self.pieces = {}  # tensor-parallel ranks have the same ones, because their parameters have the same shapes
         for found in filter(None, map(place, replicated if groups.tensor else ())):
-            self.pieces.setdefault(masters[found.number], []).append(slice_of(found))
+            self.pieces.setdefault(masters[found.number], []).append(found.piece)
         self.tied = {}
         for parameter, stages in tied:
             gradient = TiedGradient(place(parameter), stages, groups.data, device)
@@ -54,7 +54,7 @@ class TiedGradient:
 
     def __init__(self, place, stages, data, device):
         self.stages, self.data, self.device = stages, data, device
-        self.piece = slice_of(place) if place else slice(0)
+        self.piece = place.piece if place else slice(0)
         own = [place.start, place.start + place.length] if place else [0, 0]
         ranges = [own] * group_size(stages)
         dist.all_gather_object(ranges, own, group=stages)
@@ -77,10 +77,6 @@ class TiedGradient:
             result = flat.new_empty(sum(self.received))
             dist.all_to_all_single(result, flat, self.received, self.sent, group=self.data)
             gradient[self.piece].copy_(result)
-
-
-def slice_of(place):
-    return slice(place.offset, place.offset + place.length)
 
 
 def overlap(one, other):

@@ -38,7 +38,7 @@ def record_incident(engine, loader, batches, event_log, step, result):
         "samples": sorted({sample for _, sample, _ in found}),
         "sources": sorted({source for _, _, source in found}),
     }
-    where = "samples {} to {}".format(*facts["step_samples"])
+    where = f"samples {consumed} to {end - 1}"
     if found:
         where = f"rank {listing(facts['ranks'])}; sample {listing(facts['samples'])} of {listing(facts['sources'])}"
     what = "SKIPPED" if result.skipped else "SPIKE"

@@ -61,6 +61,11 @@ class Place(NamedTuple):
     start: int
     length: int
 
+    @property
+    def piece(self):
+        """The slice of the flat master."""
+        return slice(self.offset, self.offset + self.length)
+
 
 class Matrix(NamedTuple):
     """A matrix of a decoder block. shape: [R, C]. partition: ``Partition`` of the whole matrix, or None. blocks:
@@ -115,7 +120,7 @@ class Muon(torch.optim.AdamW):
         master.mul_(1 - rate * decay)
         for matrices in self.turns[master]:
             places = [matrix.places[rank] if matrix else None for matrix in matrices]
-            mine = [slice(place.offset, place.offset + place.length) if place else slice(0) for place in places]
+            mine = [place.piece if place else slice(0) for place in places]
             pieces = [master.grad[piece].lerp(momentum[piece], self.momentum) for piece in mine]
             for matrix, piece, update in zip(matrices, mine, self.orthogonalised(matrices, pieces), strict=True):
                 if matrix:
@@ -187,7 +192,7 @@ def find_matrices(named_parameters, place, config, groups):
         whole, partition = parameter.whole_shape, parameter.tensor_partition
         blocks = blocks_of(name, config.model, config.optimizer.muon_split)
         shape = shard_shape(whole, partition)
-        places = [table[name] and Place(*table[name]) for table in tables]
+        places = [table[name] for table in tables]
         lengths = [place.length if place else 0 for place in places]
         owner = min(range(len(tables)), key=lambda rank: (-lengths[rank], load[rank]))
         load[owner] += math.prod(shape)

@@ -45,9 +45,13 @@ def center_crop(image, size):
     if image.size == (size, size):
         return image
     shorter = int(size / KEPT)
-    width, height = (int(shorter * side / min(image.size)) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
+    return middle(image, [int(shorter * side / min(image.size)) for side in image.size], size)
+
+
+def middle(image, sides, size):
+    """Resize an image to ``sides``, its width and height, and return the size x size pixels in the middle."""
+    image = image.resize(sides, Image.Resampling.BICUBIC)
+    left, top = ((side - size) // 2 for side in sides)
     return image.crop((left, top, left + size, top + size))
 
 
@@ -62,13 +66,17 @@ def rand_augment(image, rng, number=2, strength=9, deviation=0.5, probability=0.
 
 
 def affine(image, *matrix):
-    fill = tuple(round(255 * mean) for mean in MEAN[len(image.getbands())])
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC, fillcolor=fill)
+    size, bicubic = image.size, Image.Resampling.BICUBIC
+    return image.transform(size, Image.Transform.AFFINE, matrix, bicubic, fillcolor=mean_color(image))
 
 
 def rotate(image, level, sign):
-    fill = tuple(round(255 * mean) for mean in MEAN[len(image.getbands())])
-    return image.rotate(sign * level * 30, Image.Resampling.BICUBIC, fillcolor=fill)
+    return image.rotate(sign * level * 30, Image.Resampling.BICUBIC, fillcolor=mean_color(image))
+
+
+def mean_color(image):
+    """Return ImageNet's mean color in the channels of a Pillow image."""
+    return tuple(round(255 * mean) for mean in MEAN[len(image.getbands())])
 
 
 def solarize_add(image, level, sign):

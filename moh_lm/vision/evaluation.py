@@ -37,9 +37,9 @@ class Evaluation:
         with self.engine.optimizer.averaged():
             for batch in micro_batches:
                 sums += torch.stack([value.double() for value in self.sums(batch)])
-        images, loss, *others = sum_over_ranks(sums, self.engine.groups.data).tolist()
-        values = dict(zip(("loss", *self.counted), (loss, *others), strict=True))
-        return {name: value / images for name, value in values.items()} if images else {}
+        images, *others = sum_over_ranks(sums, self.engine.groups.data).tolist()
+        named = zip(("loss", *self.counted), others, strict=True)
+        return {name: value / images for name, value in named} if images else {}
 
     def sums(self, batch):
         """Return the number of images, the sum of their losses, and the number for each of ``counted``, [] each."""

@@ -30,7 +30,9 @@ from PIL import Image
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, read_json
-from moh_lm.vision.images import HELD_OUT, SAMPLE, Samples, generator, sample_hash
+from moh_lm.vision.augment import middle
+from moh_lm.vision.images import HELD_OUT, SAMPLE, generator, sample_hash
+from moh_lm.vision.samples import Samples
 
 LATENTS, LABELS, CHECKSUMS = "latents.npy", "labels.npy", "checksums.npy"
 FACTS, PARTIAL = "latents.json", "latents.partial"
@@ -145,10 +147,7 @@ def center_crop(image, size):
     while min(image.size) >= 2 * size:
         image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
     scale = size / min(image.size)
-    width, height = (round(side * scale) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
+    return middle(image, [round(side * scale) for side in image.size], size)
 
 
 def pixels(image):

@@ -19,8 +19,9 @@ from moh_lm.data.training_data import TrainingData
 from moh_lm.supervise.processes import log_rank0
 from moh_lm.supervise.stop import SIGNALS
 from moh_lm.units import listing
-from moh_lm.vision.images import Images, Request, ViTSamples, order
+from moh_lm.vision.images import Images, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents
+from moh_lm.vision.samples import Request, ViTSamples
 
 AHEAD = 2  # steps that are read ahead
 NAMED = 3  # class folders that a sentence may name

@@ -17,12 +17,13 @@ from moh_lm.cost.summary import describe_layout
 from moh_lm.run.task import Task
 from moh_lm.units import layers_in_words, short, wrapped
 from moh_lm.vision.checks import classifier_problems, diffusion_problems
-from moh_lm.vision.config import DiTConfig, DiTTraining, ViTTraining
+from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.engine import ImageEngine
 from moh_lm.vision.evaluation import ClassifierEvaluation, DiffusionEvaluation
 from moh_lm.vision.load import MODELS
 from moh_lm.vision.loader import ImageLoader, open_images
+from moh_lm.vision.model_config import DiTConfig
 from moh_lm.vision.transnext import TransNeXt
 
 

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.batch_context import RouterInputs
-from moh_lm.model.router import HeadRouter, SelectionReplay
+from moh_lm.model.router import HeadRouter
+from moh_lm.model.selection import SelectionReplay
 from moh_lm.model.transformer import compile_layers
 from tests.interpreting import multiply_bf16, train
 from tests.layers import assert_equals_equations, vivid_layer

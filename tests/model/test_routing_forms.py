@@ -15,7 +15,8 @@ from moh_lm.model.balance import BALANCE
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.gates import FORMS
 from moh_lm.model.initial_gates import gates_of_one, layer_gates
-from moh_lm.model.router import GatedHeads, HeadRouter, SelectionReplay, top_k_mask
+from moh_lm.model.router import GatedHeads, HeadRouter
+from moh_lm.model.selection import SelectionReplay, top_k_mask
 from moh_lm.model.transformer import initialize
 from tests.layers import draw_tokens, vivid_layer
 from tests.model.test_router import CASES, D, make_config

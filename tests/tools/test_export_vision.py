@@ -17,11 +17,12 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.router import AllHeads, HeadRouter
 from moh_lm.vision.augment import center_crop, normalized
-from moh_lm.vision.config import DiTConfig, DiTTraining, ImageHeadsConfig, ViTConfig, ViTTraining
+from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.diffusion import Diffusion
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.layers import AggregatedAttention
 from moh_lm.vision.load import load_model
+from moh_lm.vision.model_config import DiTConfig, ImageHeadsConfig, ViTConfig
 from moh_lm.vision.transnext import TransNeXt
 from tests.tools.exported_code.moh_router import image_router
 from tests.vision.cases import save_autoencoder

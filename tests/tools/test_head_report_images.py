@@ -16,9 +16,10 @@ pytest.importorskip("matplotlib")
 
 from moh_lm.model.block import modules_of
 from moh_lm.model.router import Gates
-from moh_lm.vision.config import DiTConfig, DiTTraining, ImageHeadsConfig, ImageRunConfig, ViTConfig, ViTTraining
+from moh_lm.vision.config import DiTTraining, ImageRunConfig, ViTTraining
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.loader import open_source
+from moh_lm.vision.model_config import DiTConfig, ImageHeadsConfig, ViTConfig
 from moh_lm.vision.transnext import TransNeXt
 from tools.heads import image_report
 from tools.hf.convert.import_step import write_step

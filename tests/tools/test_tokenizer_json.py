@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.encoding import Tokenizer
 from moh_lm.data.sentencepiece_model import proto_of
 from moh_lm.data.tiktoken_model import TiktokenModel
-from moh_lm.data.tokenizer import model_files
+from moh_lm.data.tokenizer import model_file
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary, sentencepiece_model
 from tools.hf.convert import tiktoken_json, tokenizer_json
 from tools.hf.convert.export_check import check_tokenizer
@@ -206,7 +206,7 @@ def tokenizer_of(kind, directory):
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "hugging face"])
 def test_texts_begin_with_the_bos_of_the_data(kind, tmp_path):
     data = Tokenizer(str(tokenizer_of(kind, tmp_path / "data")), bos=True)
-    path, bos = next(iter(model_files(tmp_path / "data").values())), data.model.bos_id()
+    path, bos = model_file(tmp_path / "data"), data.model.bos_id()
     (tmp_path / "out").mkdir()
     export_tokenizer(path, tmp_path / "out", 64, parses=False)
     with pytest.raises(SystemExit, match="tokenizer.json gives"):

@@ -9,9 +9,9 @@ import torch
 from moh_lm.model.block import modules_of
 from moh_lm.model.router import Gates
 from moh_lm.model.transformer import compile_layers
-from moh_lm.vision.config import DiTConfig, ImageHeadsConfig
 from moh_lm.vision.diffusion import Diffusion, image_noise
 from moh_lm.vision.dit import DiT, DiTBlock
+from moh_lm.vision.model_config import DiTConfig, ImageHeadsConfig
 from tests.reference import Routing, assert_slopes, attention_maps, balance_loss, route, sigmoid, weighted_heads
 
 D, CHANNELS, SIZE, PATCH, CLASSES, LAYERS = 12, 3, 4, 2, 5, 2

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from moh_lm.model.balance import BALANCE
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.block import modules_of
-from moh_lm.model.router import Gates, SelectionReplay
+from moh_lm.model.router import Gates
+from moh_lm.model.selection import SelectionReplay
 from moh_lm.model.transformer import compile_layers
-from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.layers import to_images, to_tokens
+from moh_lm.vision.model_config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.routers import routed_layers
 from moh_lm.vision.transnext import Block, TransNeXt, make_attention
 from tests.models import attend

@@ -25,10 +25,11 @@ from moh_lm.run.resume import contradictions, differing, model_changes, of_data,
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
 from moh_lm.vision.checks import vit_problems
-from moh_lm.vision.config import KINDS, ViTConfig
+from moh_lm.vision.config import KINDS
 from moh_lm.vision.engine import ImageEngine
 from moh_lm.vision.evaluation import DiffusionEvaluation
 from moh_lm.vision.load import MODELS
+from moh_lm.vision.model_config import ViTConfig
 from moh_lm.vision.task import DIT, VIT
 from tests.distributed import run_ranks
 from tests.running import rows, train_here

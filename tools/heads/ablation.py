@@ -26,10 +26,9 @@ POINTS = 21  # most points of the curve
 @torch.no_grad()
 def measure_ablation(model, domains, num_tokens, progress):
     """Return ({domain: loss}, {domain: rises [L, h]}) on about ``num_tokens`` tokens each. progress: for each layer."""
-    device, layers = model.model.embed_tokens.weight.device, model.model.layers
+    layers, texts = model.model.layers, sample(model, domains, num_tokens)
     shape = (len(layers), model.config.of_layer(0).num_attention_heads)
-    losses, rises = {}, {domain.name: np.zeros(shape) for domain in domains}
-    texts = {domain.name: [window.to(device)[None] for window in sample(domain, num_tokens)] for domain in domains}
+    losses, rises = {}, {name: np.zeros(shape) for name in texts}
     states = {name: [model.model.embed(tokens[:, :-1]) for tokens in of] for name, of in texts.items()}
     for name, xs in states.items():
         losses[name] = [loss_of(model, x, layers, tokens) for x, tokens in zip(xs, texts[name], strict=True)]
@@ -54,21 +53,27 @@ def measure_pruning(model, domains, num_tokens, rises, used):
 
     rises: {domain: [L, h]} of ``measure_ablation``. used: bool [L, h], the heads that some token uses.
     """
-    device, layers = model.model.embed_tokens.weight.device, model.model.layers
+    texts = sample(model, domains, num_tokens)
     mean = np.mean(list(rises.values()), 0)
     order = [place for place in mean.argsort(axis=None, kind="stable") if used.flat[place]]
     left_out = sorted({round(len(order) * point / (POINTS - 1)) for point in range(POINTS)})
-    losses = {domain.name: [] for domain in domains}
+    losses = {name: [] for name in texts}
     for number in left_out:
         kept = np.ones(mean.size, bool)
         kept[order[:number]] = False
-        masks = torch.from_numpy(kept.reshape(mean.shape)).to(device)
-        pruned = [partial(without_heads, layer, mask) for layer, mask in zip(layers, masks, strict=True)]
-        for domain in domains:
-            texts = [window.to(device)[None] for window in sample(domain, num_tokens)]
-            of = [loss_of(model, model.model.embed(tokens[:, :-1]), pruned, tokens) for tokens in texts]
-            losses[domain.name].append(float(np.mean(of)))
+        masks = torch.from_numpy(kept.reshape(mean.shape)).to(model.head_weight().device)
+        for name, loss in masked_losses(model, masks, texts).items():
+            losses[name].append(loss)
     return {"kept": [1 - number / len(order) for number in left_out], "loss": losses}
+
+
+def sample(model, domains, num_tokens):
+    """{domain: evenly spaced windows, int64 [1, s] each, on the device of the model}, about ``num_tokens`` tokens."""
+    device, found = model.head_weight().device, {}
+    for name, windows, _ in domains:
+        count = min(max(1, num_tokens // len(windows[0])), len(windows))
+        found[name] = [windows[at].to(device)[None] for at in np.linspace(0, len(windows) - 1, count).astype(int)]
+    return found
 
 
 def without_heads(layer, mask, x):
@@ -77,10 +82,13 @@ def without_heads(layer, mask, x):
     return finish(layer, x, weighted * mask[:, None].to(weighted.dtype))
 
 
-def sample(domain, num_tokens):
-    """Return evenly spaced windows of the domain."""
-    count = min(max(1, num_tokens // len(domain.windows[0])), len(domain.windows))
-    return [domain.windows[index] for index in np.linspace(0, len(domain.windows) - 1, count).astype(int)]
+def masked_losses(model, masks, texts):
+    """{domain: mean loss} with the heads multiplied by ``masks`` [L, h]. texts: result of ``sample``."""
+    layers = [partial(without_heads, layer, mask) for layer, mask in zip(model.model.layers, masks, strict=True)]
+    return {
+        name: float(np.mean([loss_of(model, model.model.embed(tokens[:, :-1]), layers, tokens) for tokens in of]))
+        for name, of in texts.items()
+    }
 
 
 def loss_of(model, x, layers, tokens):

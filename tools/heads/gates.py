@@ -9,13 +9,11 @@ Then s_i = sigmoid(ln alpha_i) without noise, and the heads with z_i above 0 are
 """
 
 import math
-from functools import partial
 
-import numpy as np
 import torch
 
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
-from tools.heads.ablation import loss_of, sample, without_heads
+from tools.heads.ablation import masked_losses, sample, without_heads
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
 STEPS, RATE, START = 400, 0.1, 2.0  # steps of Adam, on a window each; its rate; and the initial ln alpha
@@ -24,14 +22,11 @@ STEPS, RATE, START = 400, 0.1, 2.0  # steps of Adam, on a window each; its rate;
 def measure_gates(model, domains, num_tokens, penalties, used, progress):
     """Return [{"lambda", "kept": share of the used heads, "heads": bool [L, h], "loss": {domain: loss with z}}], one
     for each of ``penalties``, on the tokens of the ablation. used: bool [L, h]. progress: called after each of them."""
-    device, found = model.model.embed_tokens.weight.device, []
-    texts = {domain.name: [window.to(device)[None] for window in sample(domain, num_tokens)] for domain in domains}
+    texts, found = sample(model, domains, num_tokens), []
     for penalty in penalties:
         z = trained_gates(model, [tokens for of in texts.values() for tokens in of], penalty, used)
-        layers = [partial(without_heads, layer, gates) for layer, gates in zip(model.model.layers, z, strict=True)]
         with torch.no_grad():
-            losses = {name: float(np.mean([loss_of(model, model.model.embed(tokens[:, :-1]), layers, tokens)
-                                           for tokens in of])) for name, of in texts.items()}  # fmt: skip
+            losses = masked_losses(model, z, texts)
         kept = (z > 0).cpu().numpy() & used
         found.append({"lambda": penalty, "kept": kept.sum() / used.sum(), "heads": kept, "loss": losses})
         progress()

@@ -38,8 +38,7 @@ def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
     loader = Loader(
         dataset, global_batch_size=count, micro_batch_size=count, data_parallel_rank=0, data_parallel_size=1,
     )  # fmt: skip
-    (batch,) = loader.train_step(0)
-    loader.close()
+    (batch,) = loader.read_step(0)
     return batch.tokens
 
 

@@ -129,44 +129,45 @@ def measure_text(model, domains, progress):
     windows = [(number, index) for number, domain in enumerate(domains) for index in range(len(domain.windows))]
     batches = [domains[number].windows[index][None] for number, index in windows]
     shape = (len(model.model.layers), model.config.of_layer(0).num_attention_heads)
-    counts = [np.zeros((2, *shape)) for _ in domains]  # tokens that use a head, in windows of either half
+    counts = np.zeros((len(domains), 2, *shape))  # tokens that use a head, in windows of either half
     gates = [np.zeros((len(d.windows), len(d.windows[0]), *shape), np.float16) for d in domains]
-    sums, written, cka = [np.zeros(shape) for _ in domains], np.zeros(shape), np.zeros((*shape, shape[1]))
-    squares, sinks = np.zeros((len(domains), shape[0])), np.zeros((len(domains), shape[0], 2))
+    sums, written, cka = np.zeros((len(domains), *shape)), np.zeros(shape), np.zeros((*shape, shape[1]))
+    squares, sinks = np.zeros((len(domains), shape[0])), np.zeros((2, len(domains), shape[0]))
     columns = []
     for layer, visits in groupby(sweep(model, batches), key=lambda visit: visit[0]):
         weight, moments = model.model.layers[layer].self_attn.o_proj.weight, Moments()
         offsets = Offsets(shape[1], max(tokens.shape[1] for tokens in batches))
         for _, batch, heads in visits:
             number, index = windows[batch]
-            counts[number][index % 2, layer] += heads.used.sum((0, 1)).cpu().numpy()
-            sums[number][layer] += heads.gates.double().sum((0, 1)).cpu().numpy()
+            counts[number, index % 2, layer] += heads.used.sum((0, 1)).cpu().numpy()
+            sums[number, layer] += heads.gates.double().sum((0, 1)).cpu().numpy()
             squares[number, layer] += heads.gates.double().square().sum().item()
             gates[number][index, :, layer] = heads.gates[:, 0].float().cpu().numpy()
             projected = heads.projected.to(wide(weight))
             written[layer] += written_sizes(projected, weight.to(projected.dtype)).double().sum((0, 1)).cpu().numpy()
             moments.add(heads.output)
-            sinks[number, layer] += offsets.add(heads)
+            sinks[:, number, layer] += offsets.add(heads)
         cka[layer] = moments.cka()
         columns.append(offsets.figures())
         progress()
-    halves = [[sum(w.numel() for w in domain.windows[half::2]) for half in (0, 1)] for domain in domains]
-    total = sum(map(sum, halves))
-    names = [domain.name for domain in domains]
+    sizes = np.array([[sum(map(len, domain.windows[half::2])) for half in (0, 1)] for domain in domains])  # in tokens
+    used = counts.sum(1)
+
+    def by_domain(values):
+        return {domain.name: of for domain, of in zip(domains, values, strict=True)}
+
     return {
-        "load": {n: count.sum(0) / sum(size) for n, count, size in zip(names, counts, halves, strict=True)},
+        "load": by_domain(used / sizes.sum(1)[:, None, None]),
         "half_load": {
-            n: count / np.array(size).reshape(2, 1, 1)
-            for n, count, size in zip(names, counts, halves, strict=True)
-            if all(size)
+            domain.name: count / size[:, None, None]
+            for domain, count, size in zip(domains, counts, sizes, strict=True)
+            if size.all()
         },
-        "gate": {n: ratio(part, count.sum(0)) for n, part, count in zip(names, sums, counts, strict=True)},
-        "gates": dict(zip(names, gates, strict=True)),
-        "gate_rms": {
-            n: np.sqrt(ratio(part, count.sum((0, 2)))) for n, part, count in zip(names, squares, counts, strict=True)
-        },
-        "sink": {n: ratio(*part.T) for n, part in zip(names, sinks, strict=True)},
-        "written": written / total,
+        "gate": by_domain(ratio(sums, used)),
+        "gates": by_domain(gates),
+        "gate_rms": by_domain(np.sqrt(ratio(squares, used.sum(2)))),
+        "sink": by_domain(ratio(*sinks)),
+        "written": written / sizes.sum(),
         "cka": cka,
         **{key: np.stack([column[key] for column in columns]) for key in columns[0]},
     }

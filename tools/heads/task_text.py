@@ -8,8 +8,8 @@ from collections import Counter
 from itertools import chain, zip_longest
 
 from tools.heads.text import Domain, first_tokens, windows_of
-from tools.tasks.rows import load_tasks
-from tools.tasks.suites import SEED, entries_of
+from tools.tasks.rows import load_tasks, requests_of
+from tools.tasks.suites import entries_of
 
 SHORT = 8  # fewest tokens of a prompt; it limits the number of questions that are read
 
@@ -33,11 +33,8 @@ def prompts(tasks, shots, limit):
     """Return prompts of the harness's ``tasks``, about ``limit`` in all: one question of each, then the next."""
     found = []
     for task in tasks:
-        task.set_config("num_fewshot", shots)
-        task.set_fewshot_seed(SEED)
-        task.build_all_requests(limit=-(-limit // len(tasks)), rank=0, world_size=1)
         of_questions = {}  # several requests for one question, one per choice
-        for request in task.instances:
+        for request in requests_of(task, shots, -(-limit // len(tasks))):
             of_questions.setdefault(request.doc_id, request.args[0])
         found.append(of_questions.values())
     return [prompt for prompt in chain(*zip_longest(*found)) if prompt is not None]

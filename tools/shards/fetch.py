@@ -7,7 +7,6 @@ No file gets its final name before its SHA-256 was compared: .bin and .idx with 
 manifest, which is sealed itself. The sidecar is written last, and the manifest after all sidecars.
 """
 
-import hashlib
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from data_prep.storage import BLOCK, file_system, persistently, read_part
 from moh_lm.checkpoint.writing import free_bytes
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, flush, json_bytes, publish, seal, sha256_of
-from moh_lm.data.reader import open_shard, read_sidecar, verify_shard
+from moh_lm.data.reader import content_of, open_shard, read_sidecar, verify_shard
 from moh_lm.data.shards import TOKENIZER_FILES, read_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
 from moh_lm.units import counted
@@ -180,8 +179,7 @@ def fetch_unit(origin, output, source, unit, entry, report):
         raise ShardError(f"{origin.url}/{source}/{unit}.json: is missing; run data_prep/tokenize.py there again")
     staged.write_bytes(content)
     facts = read_sidecar(staged)
-    content = hashlib.sha256((facts["bin"]["sha256"] + facts["idx"]["sha256"]).encode()).hexdigest()
-    if content != entry["content"]:
+    if content_of(facts) != entry["content"]:
         raise ShardError(f"{origin.url}/{source}/{unit}.json: has other checksums than manifest.json")
     for suffix in SUFFIXES:
         name, target = f"{source}/{unit}{suffix}", beside(prefix, suffix)

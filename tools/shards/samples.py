@@ -1,12 +1,13 @@
 """Samples of a run and documents of a source, with their pieces of text."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
-from moh_lm.config import Config, ConfigError, DataConfig
+from moh_lm.config import Config, ConfigError, DataConfig, flag
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.segments import PACKING
-from moh_lm.data.shards import tokenizer_files
+from moh_lm.data.shards import tokenizer_file
 from moh_lm.data.tokenizer import read_model
 from moh_lm.parsing import parse_json
 
@@ -36,7 +37,7 @@ def sampled_dataset(config, given):
             refusals.append(error)
             continue
         if change:
-            flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in change.items())
+            flags = " ".join(f"{flag(name)} {value:g}" for name, value in change.items())
             print(f"inspect_data: too little data for a run with the defaults; these are samples with {flags}",
                   file=sys.stderr)  # fmt: skip
         return dataset
@@ -45,7 +46,7 @@ def sampled_dataset(config, given):
 
 def decoder(arguments):
     """A function from token ids to text; without a tokenizer the ids themselves are written."""
-    path = arguments.tokenizer or next(iter(tokenizer_files(arguments.directory)), None)
+    path = arguments.tokenizer or tokenizer_file(arguments.directory)
     if path is None:
         return lambda ids: " ".join(map(str, ids))
     model = read_model(path)
@@ -71,8 +72,8 @@ def pieces_of(shard, first, end, decode):
     with shard.document_starts() as starts:
         bounds = [first, *starts.inside(first + 1, end), end]
         numbers = [starts.number(start) for start in bounds[:-1]]
-    places = zip(numbers, bounds, bounds[1:], strict=False)
-    return [piece(shard, document, start, stop, decode) for document, start, stop in places]
+    places = zip(numbers, pairwise(bounds), strict=True)
+    return [piece(shard, document, start, stop, decode) for document, (start, stop) in places]
 
 
 def piece(shard, document, start, stop, decode):

@@ -21,6 +21,7 @@ from lm_eval.tasks import TaskManager
 
 from moh_lm.config import ConfigError
 from moh_lm.parsing import parse_json
+from tools.tasks.suites import SEED
 
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
@@ -63,6 +64,14 @@ def load_tasks(entries, data):
         yield manager, loaded
 
 
+def requests_of(task, shots, limit):
+    """The requests of a ``task`` of the harness for its first ``limit`` questions, with ``shots`` examples in each."""
+    task.set_config("num_fewshot", shots)
+    task.set_fewshot_seed(SEED)
+    task.build_all_requests(limit=limit, rank=0, world_size=1)
+    return task.instances
+
+
 def load_task(manager, task, scratch):
     try:
         return manager.load([task])
@@ -72,7 +81,7 @@ def load_task(manager, task, scratch):
         script = error
     index = manager.task_index
     for leaf in leaves(index, task):
-        write_task(converted_task(leaf, index[leaf].cfg, index[leaf].yaml_path), scratch)
+        write_task(leaf, converted_task(index[leaf]), scratch)
     index.update(TaskManager(include_path=scratch, include_defaults=False).task_index)
     try:
         return manager.load([task])
@@ -104,17 +113,19 @@ def write_local_tasks(entries, data, index, directory):
             found, wanted = splits_of(config, entry.shots, rows)
             problems += [f"{rows / split}.jsonl: is missing" for split in wanted if split not in found]
             problems += [problem for path in found.values() for problem in row_problems(path, entry.fields.split())]
-            files[leaf] = local_task(leaf, config, index[leaf].yaml_path, found, directory)
+            files[leaf] = local_task(index[leaf], found, directory)
     if problems:
         problems = list(dict.fromkeys(problems))  # parts share their rows
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise ConfigError([*(f"--data: {problem}" for problem in problems[:8]), *more])
-    for content in files.values():
-        write_task(content, directory)
+    for leaf, content in files.items():
+        write_task(leaf, content, directory)
 
 
-def write_task(content, directory):
-    (directory / f"{content['task']}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+def write_task(leaf, content, directory):
+    """Write a task file: the official one with the rows that ``content`` names, and without tags."""
+    content = {"task": leaf, "tag": None, "dataset_name": None, **content}  # the groups know the official task already
+    (directory / f"{leaf}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
 def splits_of(config, shots, directory):
@@ -128,16 +139,13 @@ def splits_of(config, shots, directory):
     return found, list(dict.fromkeys(wanted))
 
 
-def local_task(leaf, config, official, found, directory):
-    """Content of a task file: the ``official`` one with rows from a local file."""
-    absent = {key: None for key in SPLITS if config.get(key) and config[key] not in found}
+def local_task(official, found, directory):
+    """Content of a task file: the ``official`` one of the index with rows from local files, ``found``."""
+    config = official.cfg
     return {
-        "include": str(official),
-        "task": leaf,
-        "tag": None,  # the groups know the official task by this name already
+        "include": str(official.yaml_path),
         "dataset_path": "json",
-        "dataset_name": None,
-        **absent,
+        **{key: None for key in SPLITS if config.get(key) and config[key] not in found},
         "dataset_kwargs": {
             "data_files": {split: str(path.resolve()) for split, path in found.items()},
             "cache_dir": str(directory / "cache"),
@@ -145,26 +153,24 @@ def local_task(leaf, config, official, found, directory):
     }
 
 
-def converted_task(leaf, config, official):
-    """Content of a task file: the ``official`` one with the rows of the hub's conversion."""
+def converted_task(official):
+    """Content of a task file: the ``official`` one of the index with the rows of the hub's conversion."""
+    config = official.cfg
     folder = f"hf://datasets/{config['dataset_path']}@refs/convert/parquet/{config.get('dataset_name') or 'default'}"
     splits = sorted({config[key] for key in SPLITS if config.get(key)})
     return {
-        "include": str(official),
-        "task": leaf,
-        "tag": None,
+        "include": str(official.yaml_path),
         "dataset_path": "parquet",  # with its own name, the cache of datasets would hide later that it is a script
-        "dataset_name": None,
         "dataset_kwargs": {"data_files": {split: f"{folder}/{split}/*.parquet" for split in splits}},
     }
 
 
 def row_problems(path, fields):
     """Return sentences if a local file has other fields than the data set, because prompts would silently lack them."""
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                row = parse_json(line)
+                row = parse_json(line.decode())
                 missing = [field for field in fields if field not in row]
             except (ValueError, TypeError) as error:
                 return [f"{path}: line {number} is not a JSON object ({error})"]

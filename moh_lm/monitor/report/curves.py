@@ -10,6 +10,10 @@ import numpy as np
 
 POINTS = 400
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # errors of a malformed row
+PARTS = {  # of the time of a step
+    "data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer", "log": "log",
+    "save": "saving",
+}  # fmt: skip
 HEAD_FIGURES = {  # metrics of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load (1: all heads are used alike)",
     "unused": "Share of unused heads",
@@ -51,7 +55,7 @@ def training_curves(groups):
     for group, name in (("source_loss", "loss/"), ("source_bits_per_byte", "bits/")):
         for source in sorted({source for rows in groups for row in rows for source in row[group]}):
             curves[name + source] = curve(groups, lambda row, g=group, s=source: row[g].get(s))
-    for part in ("data", "forward_backward", "optimizer", "log", "save"):
+    for part in PARTS:
         curves[f"seconds/{part}"] = curve(groups, lambda row, part=part: row["runtime"]["seconds"].get(part))
     for key in ("median", "seconds"):
         curves[f"rank/{key}"] = curve(groups, lambda row, key=key: row["runtime"].get("slowest_rank", {}).get(key))

@@ -152,9 +152,8 @@ def layer_lines(of_layers):
     count, found = len(of_layers), {}
     named = {round(place * (count - 1) / (MOST_NAMED - 1)) for place in range(MOST_NAMED)}
     for place, (layer, of) in enumerate(of_layers.items()):
-        shown = count <= MOST_NAMED or place in named
         colour = colormaps["viridis"](0.1 + 0.8 * place / max(1, count - 1))
-        found[f"layer {layer}"] = (*of, {"color": colour, **({} if shown else {"label": "_"})})
+        found[f"layer {layer}"] = (*of, {"color": colour, **({} if place in named else {"label": "_"})})
     return found
 
 

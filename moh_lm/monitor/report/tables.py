@@ -6,16 +6,13 @@ import numpy as np
 
 from moh_lm.config import Config
 from moh_lm.cost.description import describe_heads
+from moh_lm.monitor.report.curves import PARTS
 from moh_lm.monitor.report.series import in_words
 from moh_lm.units import rounded, short, time_left
 
 MOST_EVENTS = 300  # rows of the table; the curves show all events
 IMAGE_MODELS = {"vit": "ViT", "dit": "DiT"}
 MOST_ALIKE = 3  # consecutive events of a kind that have a row each
-PARTS = {
-    "data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "optimizer", "log": "log",
-    "save": "saving",
-}  # fmt: skip
 
 
 def title(run):
@@ -128,8 +125,8 @@ def software_of(started):
     return ", ".join(versions + ([f"commit {started['commit'][:9]}"] if "commit" in started else []))
 
 
-def event_rows(events, most=MOST_EVENTS):
-    """Return the last ``most`` rows (time, step, event, its facts in words).
+def event_rows(events):
+    """Return the last ``MOST_EVENTS`` rows (time, step, event, its facts in words).
 
     Consecutive skipped steps share a row, and so do other events of a kind if there are more than a few.
     """
@@ -138,7 +135,7 @@ def event_rows(events, most=MOST_EVENTS):
         same = list(alike)
         joined = len(same) > (1 if name == "skipped" else MOST_ALIKE)
         found += [same] if joined else [[event] for event in same]
-    return [(same[0].get("time", ""), same[0]["step"], same[0]["event"], told(same)) for same in found[-most:]]
+    return [(same[0].get("time", ""), same[0]["step"], same[0]["event"], told(same)) for same in found[-MOST_EVENTS:]]
 
 
 def told(same):

@@ -9,8 +9,6 @@ DeepSpeed adds the squares of each pipeline stage in fp32. The last bit of the n
 would then depend on the number of stages. Squares added in float64 and rounded once do not.
 """
 
-import functools
-
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
@@ -29,18 +27,20 @@ def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
         examine = RouterClip(optimizer, zero_stage, router_limit, examine).clip
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         examine_norm_of_whole_gradients(optimizer, examine)
-    elif zero_stage == 3:
+        return
+    parameters, divided = own_gradients(optimizer, zero_stage)
+    if zero_stage == 3:
         groups = optimizer._get_norm_groups
-        copies = functools.partial(copies_of, optimizer, optimizer.fp16_groups, optimizer.offload_optimizer)
-        optimizer._get_norm_groups = lambda: [examine(combine_grad_norm_groups(groups()), copies())]
+        optimizer._get_norm_groups = lambda: [
+            examine(combine_grad_norm_groups(groups()), divided(optimizer, parameters)[1])
+        ]
+        return
+    if optimizer.cpu_offload:
+        norm = optimizer.scaled_global_norm
+        optimizer.scaled_global_norm = lambda: examine(norm(), divided(optimizer, parameters)[1])
     else:
-        if optimizer.cpu_offload:
-            norm = optimizer.scaled_global_norm
-            copies = functools.partial(copies_of, optimizer, optimizer.params_in_partition, True)
-            optimizer.scaled_global_norm = lambda: examine(norm(), copies())
-        else:
-            optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
-        optimizer.check_overflow = lambda partition_gradients: None  # the norm shows overflow too, without another pass
+        optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
+    optimizer.check_overflow = lambda partition_gradients: None  # the norm shows overflow too, without another pass
 
 
 class RouterClip:
@@ -86,16 +86,14 @@ def norms_by_kind(optimizer, zero_stage):
             return norm(without(counted, others)), norm(others)
 
         return norms
-    whole, groups = zero_stage < 3, [optimizer.dp_process_group, optimizer.model_parallel_group]
-    parameters = optimizer.params_in_partition if whole else optimizer.fp16_groups
-    offloaded = optimizer.cpu_offload if whole else optimizer.offload_optimizer
-    if not whole:
+    parameters, divided = own_gradients(optimizer, zero_stage)
+    groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
+    if zero_stage == 3:
         of_routers = [of_routers[group] for _, group in sorted(optimizer.sub_group_to_group_id.items())]
 
     def norm_of_kind(chosen):
         here = [group if kind == chosen else () for group, kind in zip(parameters, of_routers, strict=True)]
-        counted, _ = (divide_norms if offloaded else divide)(optimizer, here)
-        return norm_of(counted, groups)
+        return norm_of(divided(optimizer, here)[0], groups)
 
     return lambda: (norm_of_kind(True), norm_of_kind(False))
 
@@ -135,9 +133,12 @@ def norm_of_sharded_gradients(optimizer):
     return norm_of(counted, groups), copies
 
 
-def copies_of(optimizer, parameter_groups, offloaded):
-    """Return this rank's gradients that are copies, or their norms if they are offloaded."""
-    return (divide_norms if offloaded else divide)(optimizer, parameter_groups)[1]
+def own_gradients(optimizer, zero_stage):
+    """Return the groups of parameters of which this rank owns a part, and the function that divides the gradients of
+    such groups: ``divide``, or ``divide_norms`` if they are offloaded."""
+    if zero_stage == 3:
+        return optimizer.fp16_groups, divide_norms if optimizer.offload_optimizer else divide
+    return optimizer.params_in_partition, divide_norms if optimizer.cpu_offload else divide
 
 
 def divide_norms(optimizer, parameter_groups):

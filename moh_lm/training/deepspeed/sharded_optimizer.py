@@ -113,7 +113,7 @@ class ShardedOptimizer:
         state = self.optimizer.optimizer.state[master]
         kept = {kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}
         tensors = {"master": master.detach(), **kept}
-        return place.start, {kind: flat.narrow(0, place.offset, place.length) for kind, flat in tensors.items()}
+        return place.start, {kind: flat[place.piece] for kind, flat in tensors.items()}
 
     @property
     def steps(self):
@@ -164,13 +164,14 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def exchange_average(self):
-        for master in self.masters() if self.ema_decay else ():
+        if not self.ema_decay:
+            return
+        for master in self.masters():
             average = self.optimizer.optimizer.state[master][AVERAGE]
             before = master.clone()
             master.copy_(average)
             average.copy_(before)
-        if self.ema_decay:
-            self.refresh_weights()
+        self.refresh_weights()
 
     def drop_gradients(self):
         """Forget the gradients of a step that was skipped.
@@ -179,8 +180,8 @@ class ShardedOptimizer:
         would be added to them.
         """
         if self.whole_parameters and getattr(self.optimizer, "cpu_offload", False):
-            gradients = self.optimizer.averaged_gradients
-            gradients.update(dict.fromkeys(gradients))
+            for index in self.optimizer.averaged_gradients:
+                self.optimizer.averaged_gradients[index] = None
 
     @torch.no_grad()
     def refresh_weights(self):

@@ -231,8 +231,9 @@ def test_a_file_of_other_tasks_or_questions_stands_in_no_table(model, result, tm
 def test_wrong_arguments_and_files_are_one_line_each(model, data, tmp_path, capsys):
     (tmp_path / "sciq").mkdir()
     (tmp_path / "sciq" / "test.jsonl").write_text('{"question": "x"}\n')
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "table").mkdir()
+    for name in ("bare", "table", "winogrande"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "winogrande" / "validation.jsonl").write_bytes("{}\n".encode("utf-16"))
     (tmp_path / "table" / "config.json").write_text('{"model_type": "moh_llama", "learned_positions": 40}')
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "moh_llama"}')
     good = ["--model", model, "--suite", "llm6"]
@@ -244,6 +245,7 @@ def test_wrong_arguments_and_files_are_one_line_each(model, data, tmp_path, caps
         ([*good, "--tasks", "mmlu", "--compare", model], ["mmlu: is not in llm6"]),  # before a model is evaluated
         ([*good, "--data", data, "--tasks", "mmlu"], ["mmlu: is not in llm6"]),
         ([*good, "--data", tmp_path, "--tasks", "sciq", "piqa"], ["line 1 has no support, correct", "piqa/validation"]),
+        ([*good, "--data", tmp_path, "--tasks", "winogrande"], ["line 1 is not a JSON object ('utf-8' codec"]),
         ([*good, "--compare", tmp_path], [f"--compare {tmp_path}: has no config.json"]),
         ([*good, "--output", tmp_path / "absent/a.json"], ["there is no directory"]),
         (["--model", model, "--suite", "llama14", "--data", data, "--tasks", "boolq"], ["validation", "boolq/train"]),

@@ -115,17 +115,12 @@ def trainer_logits(config, read, tokens):
     """
     with torch.device("meta"):
         model = build_model(config)
-    layers = {f"model.layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
-    for prefix, layer in layers.items():
-        layer.register_forward_pre_hook(functools.partial(fill, prefix=prefix, read=read))
-        layer.register_forward_hook(empty)
-    rest = {"model.embed_tokens.": model.model.embed_tokens, "model.norm.": model.model.norm}
-    if not config.tie_embeddings:
-        rest["lm_head."] = model.lm_head
-    if model.model.embed_positions is not None:
-        rest["model.embed_positions."] = model.model.embed_positions
-    for prefix, module in rest.items():
-        fill(module, prefix=prefix, read=read)
+    for prefix, module in dict(model.in_order()).items():
+        if prefix.startswith("model.layers."):
+            module.register_forward_pre_hook(functools.partial(fill, prefix=prefix, read=read))
+            module.register_forward_hook(empty)
+        else:
+            fill(module, prefix=prefix, read=read)
     return model(tokens).numpy()
 
 

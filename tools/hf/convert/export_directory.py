@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moh_lm.data.files import read_json, sha256_of, write_json
+from moh_lm.units import listing
 
 LIST = "moh_export.json"
 NAMED = 3  # entries that a message names
@@ -36,8 +37,8 @@ def output_problems(output, overwrite):
         return [f"--output {output}: {LIST} cannot be read ({error}); give another directory"]
     if not others:
         return []
-    shown = ", ".join(others[:NAMED]) + (f" and {len(others) - NAMED} more" if others[NAMED:] else "")
-    return [f"--output {output}: has {shown}, which no export wrote; move that, or give another directory"]
+    remedy = "move that, or give another directory"
+    return [f"--output {output}: has {listing(others, NAMED)}, which no export wrote; {remedy}"]
 
 
 def files_of(directory):

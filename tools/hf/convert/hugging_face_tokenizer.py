@@ -6,11 +6,9 @@ text, or a special token whose name says that it has no other use; otherwise the
 """
 
 import re
-from pathlib import Path
 
-from moh_lm.data.files import read_json
 from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, text_of
-from tools.hf.convert.tokenizer_json import config_with, write_files
+from tools.hf.convert.tokenizer_json import config_with, read_files, write_files
 
 
 def write_tokenizer(step, directory, max_length, parses=False):
@@ -20,7 +18,7 @@ def write_tokenizer(step, directory, max_length, parses=False):
     find control tokens in a text; those that are not special then stay so and are shown. Raises ConfigError.
     """
     model = HuggingFaceModel(step)
-    tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, config = read_files(step)
     named = {name: config.get(f"{name}_token") for name in ("eos", "pad", "unk")}
     named["eos"] = config.get(DOCUMENT_END, named["eos"])
     tokens = {name: text for name, token in named.items() if (text := text_of(token))}

@@ -117,10 +117,11 @@ def own_heads(values):
     if values.get("head_selection") == "all":  # every head counts as shared there
         given = {"head_selection": "all"}
     choices = {entry.name: entry.metadata["choices"] for entry in fields(HeadsConfig) if "choices" in entry.metadata}
-    wrong = [f"{key} {given[key]!r}: choose one of {', '.join(choices[key])}" for key in choices.keys() & given.keys()
-             if given[key] not in choices[key]]  # fmt: skip
-    if wrong:
-        raise ConfigError([f"config.json: {problem}" for problem in sorted(wrong)])
+    raise_any([
+        f"config.json: {key} {given[key]!r}: choose one of {', '.join(choices[key])}"
+        for key in sorted(choices.keys() & given.keys())
+        if given[key] not in choices[key]
+    ])
     return HeadsConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 

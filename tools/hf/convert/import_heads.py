@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 
 from moh_lm.config import GATED, NOT_STATIC, TRAINING_ONLY, ConfigError, HeadsConfig, flag, raise_any
-from moh_lm.data.shards import tokenizer_files
+from moh_lm.data.shards import tokenizer_file
 from moh_lm.flags import read_value
 from tools.heads.importance import sample_shards, sample_text
 from tools.hf.convert.import_config import own_heads
@@ -100,7 +100,7 @@ def find_sample(arguments, config, values, vocab_size, length, tokenizer):
     if arguments.sample_data:
         tokens = sample_shards(arguments.sample_data, vocab_size, length, arguments.sample_tokens, arguments.seed)
         return tokens, str(arguments.sample_data)
-    place = tokenizer or (arguments.model if tokenizer_files(arguments.model) else None)
+    place = tokenizer or (arguments.model if tokenizer_file(arguments.model) else None)
     if place is None:
         problem = "the model has no tokenizer; give shards with --sample-data, or its tokenizer with --old-tokenizer"
     else:

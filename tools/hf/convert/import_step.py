@@ -19,11 +19,10 @@ from moh_lm.data.files import json_bytes
 from moh_lm.monitor.events import EventLog
 from moh_lm.run.state import first_state
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
-from tools.checkpoints.write import refuse_without_room, whole_or_absent
+from tools.checkpoints.write import HEADER_BYTES, refuse_without_room, whole_or_absent
 from tools.hf.convert.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
-OVERHEAD = 1 << 20  # generous limit for the bytes of a step besides its tensors
 
 
 def output_problems(run):
@@ -45,7 +44,7 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     tokenizer: {file name: bytes}. progress: takes the bytes of every block. Raises ConfigError or OSError, and nothing
     is left under the final name then.
     """
-    refuse_without_room(run, 4 * sum(math.prod(part.shape) for part in parts) + OVERHEAD)
+    refuse_without_room(run, 4 * sum(math.prod(part.shape) for part in parts) + HEADER_BYTES)
     make_run_directory(run)
     final = run / "checkpoints" / "step-0"
     with lock_run_directory(run):

@@ -23,11 +23,11 @@ from data_prep.bpe_continuation import steps
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, flag
 from moh_lm.config.fields import fits
-from moh_lm.data.files import read_json
-from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, optional_json
+from moh_lm.data.hugging_face_model import DOCUMENT_END, HuggingFaceModel, optional_json, template_file
+from moh_lm.data.sentencepiece_model import SPACE
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
-from moh_lm.data.tokenizer import model_files
+from moh_lm.data.tokenizer import model_file, model_files
 from tools.hf.convert.import_weights import EMBEDDING
 from tools.hf.convert.source_tokenizer import cleaned
 
@@ -76,9 +76,8 @@ def kept_bytes(file):
 
 def of_other_files(directory):
     """Return {key of tokenizer_config.json: value} of a Hugging Face tokenizer in ``directory``."""
-    template, found = directory / "chat_template.jinja", {}
-    if template.is_file():
-        found["chat_template"] = template.read_text(encoding="utf-8")
+    template = template_file(directory)
+    found = {} if template is None else {"chat_template": template}
     with suppress(ConfigError):  # the package is absent
         model = HuggingFaceModel(directory)
         if model.eos_id() >= 0 and (end := model.id_to_piece(model.eos_id())) != model.eos_token:
@@ -88,7 +87,7 @@ def of_other_files(directory):
 
 def size_of(path):
     """Tokens of a tokenizer of any kind. Raises ConfigError."""
-    first = next(iter(model_files(path).values()))
+    first = model_file(path)
     if first.is_file() and is_tiktoken(first):  # its package may be absent
         ranks, special = read_ranks(first)
         return max(special + NUM_SPECIAL, max(ranks.values()) + 1)
@@ -115,7 +114,7 @@ def spelled(old, new, num_tokens, vocab_size, is_compared=False):
     Raises ConfigError unless all ids of ``old`` mean the same in ``new``. is_compared: the ids of Hugging Face's form
     were compared with the model's in that form, or need not be. Then there is no spelling in it, {}.
     """
-    old, new = (next(iter(model_files(path).values())) for path in (old, new))
+    old, new = model_file(old), model_file(new)
     if ".json" in (old.suffix, new.suffix):
         if is_compared:
             return {}
@@ -139,7 +138,7 @@ def spelled_sentencepiece(old, new, vocab_size):
     bare.normalizer_spec.remove_extra_whitespaces = False
     model = SentencePieceProcessor(model_proto=bare.SerializeToString())
     new_pieces = pieces[1][len(pieces[0]) :]
-    encoded = model.encode([piece.replace("\u2581", " ") for piece in new_pieces])
+    encoded = model.encode([piece.replace(SPACE, " ") for piece in new_pieces])
     return dict(enumerate(encoded, len(pieces[0])))
 
 
@@ -204,7 +203,7 @@ def refuse_other_pieces(directory, new, old, rows):
     Names of added tokens may change. old: the source's tokenizer.model, with which ``spelled`` compares, or None.
     """
     remedy, before, own = MADE, added_tokens(directory), directory / TOKENIZER_FILES[1]
-    file = next(iter(model_files(new).values()))
+    file = model_file(new)
     if file.suffix == ".json":
         before, now = (pieces_by_id(own) if own.is_file() else {}) | before, pieces_by_id(file)
     else:
@@ -245,7 +244,7 @@ def token_ids(directory, values):
     """{"bos", "eos", "pad"} -> id of config.json's ``values`` or of generation_config.json, or None."""
     path = directory / "generation_config.json"
     try:
-        more = read_json(path) if path.is_file() else {}
+        more = optional_json(path)
         if not isinstance(more, dict):
             raise ValueError("it holds no settings")
     except ValueError as error:

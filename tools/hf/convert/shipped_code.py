@@ -24,6 +24,8 @@ LANGUAGE = (
     "configuration_moh.py",
     "modeling_moh.py",
     "moh_attention.py",
+    "moh_attention_kinds.py",
+    "moh_checks.py",
     "moh_gates.py",
     "moh_layer.py",
     "moh_own_keys.py",

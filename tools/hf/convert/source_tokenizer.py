@@ -8,13 +8,13 @@ from pathlib import Path
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import json_bytes, read_json
-from moh_lm.data.hugging_face_model import optional_json, text_of
+from moh_lm.data.hugging_face_model import numbers_of, optional_json, template_file, text_of
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.data.tiktoken_model import is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import read_model
 from moh_lm.parsing import parse_json
 from tools.hf.convert import tiktoken_json, tokenizer_json
-from tools.hf.convert.tokenizer_json import CLASS, numbers_of, write_files
+from tools.hf.convert.tokenizer_json import CLASS, read_files, write_files
 
 NAMES = ("bos", "eos", "pad", "unk")
 LEFT = ("Llama", "CodeLlama", "Gemma", "Cohere")  # classes of transformers that pad on the left if no file says where
@@ -73,8 +73,8 @@ def settings_of(directory, model, ids):
             added.setdefault(text, (int(index), text in others))
         side = config.get("padding_side") or (pieces.get("padding") or {}).get("direction", "").lower()
         usual = "left" if config.get("tokenizer_class", "").startswith(LEFT) else "right"
-        template = directory / "chat_template.jinja"
-        chat = template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
+        chat = template_file(directory)
+        chat = config.get("chat_template") if chat is None else chat
         if model is not None:
             tokens = ends_of(model, ids) | {name: text for name, text in tokens.items() if text}
         begins = begins_with(pieces, config, tokens.get("bos"))
@@ -136,7 +136,7 @@ def restore(directory, source, ids, special, vocab_size):
     are free, and among the ``vocab_size`` rows of the model. A text ends with the tokens of the source, or with the
     one that ends documents of the data.
     """
-    tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, config = read_files(directory)
     add_tokens(tokenizer, missing_tokens(source, tokenizer, vocab_size))
     known = numbers_of(tokenizer)
     tokens = {name: text for name, text in source["tokens"].items() if text in known}

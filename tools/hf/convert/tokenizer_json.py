@@ -25,7 +25,7 @@ from pathlib import Path
 from sentencepiece import sentencepiece_model_pb2
 
 from moh_lm.data.files import read_json
-from moh_lm.data.hugging_face_model import text_of
+from moh_lm.data.hugging_face_model import numbers_of, text_of
 from moh_lm.data.sentencepiece_model import SPACE, conversion_problem
 
 CLASS = "PreTrainedTokenizerFast"  # in config.json too
@@ -117,7 +117,7 @@ def config_with(tokens, max_length):
 
 def named_ids(directory):
     """Return {"bos", "eos", "pad"} -> id, or None, for the special tokens named in the files of another tokenizer."""
-    tokenizer, config = (read_json(directory / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, config = read_files(directory)
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
     return {name: ids.get(text_of(config.get(f"{name}_token"))) for name in ("bos", "eos", "pad")}
 
@@ -131,7 +131,7 @@ def write_tokenizer(proto, directory, max_length):
 def begin_texts(directory, bos):
     """Let the tokenizer in ``directory`` put the token with id ``bos`` before each text, as documents of the data have
     it."""
-    tokenizer, config = (read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer, config = read_files(directory)
     text = next(text for text, index in numbers_of(tokenizer).items() if index == bos)
     first, second = (
         [{"SpecialToken": {"id": text, "type_id": number}}, {"Sequence": {"id": name, "type_id": number}}]
@@ -146,12 +146,9 @@ def begin_texts(directory, bos):
     write_files(directory, tokenizer, config | {"bos_token": text, "add_bos_token": True})
 
 
-def numbers_of(tokenizer):
-    """Return {text: id} from the content of a tokenizer.json."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if not isinstance(vocabulary, dict):
-        vocabulary = {text: index for index, (text, _) in enumerate(vocabulary)}
-    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+def read_files(directory):
+    """Return (content of tokenizer.json, content of tokenizer_config.json)."""
+    return tuple(read_json(Path(directory, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def write_files(directory, tokenizer, config):

@@ -13,15 +13,14 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
-from moh_lm.data.hugging_face_model import ends_of_model, optional_json
-from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.hugging_face_model import ends_of_model, numbers_of, optional_json
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_file
 from moh_lm.data.tokenizer import read_model
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.export_files import weight_files
 from tools.hf.convert.import_config import model_config, read_config
 from tools.hf.convert.source_tokenizer import ends_of_export, listed, missing_tokens, outline
-from tools.hf.convert.tokenizer_json import numbers_of
 
 
 def load(arguments, attention_backend="auto"):
@@ -90,7 +89,7 @@ def ends_of_text(directory, is_step, tokenizer, vocab_size=math.inf):
         return {tokenizer.eos_id(), *listed(ids.get("eos"))}
     if not source:
         return {tokenizer.eos_id()}
-    content = outline(tokenizer_files(directory)[0])
+    content = outline(tokenizer_file(directory))
     new = {text: index for text, (index, _) in missing_tokens(source, content, vocab_size).items()}
     return {*ends_of_export(source, ids, tokenizer.eos_id(), numbers_of(content) | new)}
 

@@ -9,7 +9,7 @@ from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.hugging_face_model import DOCUMENT_END
-from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_file, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import INIT_STD, saved_tensors
@@ -73,7 +73,7 @@ def is_ours(model):
 
 def tokenizer_of_data(step):
     """Return the path of the tokenizer that made the data of ``step``; None if it has none, or only its source's."""
-    path = next(iter(tokenizer_files(step)), None)
+    path = tokenizer_file(step)
     of_source = path and path.name != TOKENIZER_FILES[0] and read_json(step / "state.json")["step"] == 0
     return None if of_source else path
 

@@ -46,15 +46,10 @@ weight that the balance loss had in the trainer, for tools/import_hf.py; nothing
 
 from transformers import PretrainedConfig
 
+from .moh_checks import check_attention, check_layers
 from .moh_gates import FORMS
 from .moh_rotary import NEEDS
 
-HEAD_SELECTIONS = ("all", "mixture", "static")
-ROUTING_UNITS = ("head", "key_value_group", "head_in_group")
-ROUTING_DTYPES = ("fp32", "bf16")
-ROUTED_KEYS = ("all", "selected")
-POSITIONS = ("rotary", "cope", "learned", "none")
-ATTENTIONS = ("heads", "latent")
 ROPE_KEYS = {  # fields of ``Rotary`` in moh_rotary.py -> keys of ``rope_parameters``
     "theta": "rope_theta",
     "factor": "factor",
@@ -65,7 +60,6 @@ ROPE_KEYS = {  # fields of ``Rotary`` in moh_rotary.py -> keys of ``rope_paramet
 YARN_KEYS = {  # keys of transformers' yarn -> supported values
     "beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None, "mscale": None, "mscale_all_dim": None,
 }  # fmt: skip
-
 
 DEFAULTS = {  # defaults of keys that are kept unchanged
     "vocab_size": 65536,
@@ -220,108 +214,38 @@ class MoHLlamaConfig(PretrainedConfig):
         """Raise ValueError for what the model cannot compute."""
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
             raise ValueError("moh_llama has SiLU and no biases: hidden_act, attention_bias and mlp_bias say otherwise")
-        for key in (key for key, default in DEFAULTS.items() if isinstance(default, bool)):
-            if not isinstance(getattr(self, key), bool):
+        for key, default in DEFAULTS.items():
+            if isinstance(default, bool) and not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key} {getattr(self, key)!r}: must be true or false")
         check_rope(self.rope_parameters)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "
-                f"{self.num_attention_heads}"
-            )
-        own_tokens = self.routed_keys == "selected" and self.heads_per_expert == self.queries_per_key
-        for key, allowed in (
-            ("head_selection", HEAD_SELECTIONS),
-            ("routing", FORMS),
-            ("routing_unit", ROUTING_UNITS),
-            ("routed_keys", ROUTED_KEYS if self.attention == "heads" else ROUTED_KEYS[:1]),
-            ("routed_positions", ("text", "head") if own_tokens else ("text",)),
-            ("attention", ATTENTIONS),
-            ("routing_dtype", ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]),
-        ):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"{key} {getattr(self, key)!r}: must be one of {', '.join(allowed)}")
-        latent = self.attention == "latent"
-        if self.head_dims and (
-            max(self.head_dims) != self.head_dim or {*self.layer_heads} != {len(self.head_dims)} or self.qk_norm
-            or latent or self.queries_per_key > 1 or self.routed_keys == "selected" or "cope" in self.layer_positions
-        ):  # fmt: skip
-            raise ValueError(
-                f"head_dims {self.head_dims}: needs head_dim, the widest, and as many heads in every layer; no shared "
-                "keys, and none of qk_norm, latent attention, routed_keys selected and cope"
-            )
-        if self.element_gates and (latent or self.head_dims or self.head_selection != "all"):
-            raise ValueError("element_gates: needs head_selection all, and neither latent attention nor head_dims")
-        if latent and not (self.kv_lora_rank and self.qk_rope_head_dim):
-            raise ValueError("attention latent: needs kv_lora_rank and qk_rope_head_dim")
-        shared_keys = self.num_key_value_heads != self.num_attention_heads
-        if latent and (self.qk_norm or shared_keys or "cope" in self.layer_positions):
-            raise ValueError("attention latent: leave out num_key_value_heads, qk_norm and cope")
-        shared_by = self.num_attention_heads // self.num_key_value_heads
-        if self.query_dim not in (self.head_dim, *range(1, self.head_dim - shared_by + 1)):
-            raise ValueError(
-                f"query_dim {self.query_dim}: head_dim {self.head_dim} must be at least {shared_by} above it"
-            )
+        check_attention(self)
+        self.check_router()
+        check_layers(self)
+
+    def check_router(self):
+        """Raise ValueError for what contradicts the routing form, or choosing heads inside groups."""
+        if self.routing not in FORMS:
+            raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(FORMS)}")
+        form, top_p = FORMS[self.routing], self.routing_top_p
         if not 0 <= self.gate_width <= self.hidden_size:
             raise ValueError(f"gate_width {self.gate_width}: must be between 0, for all, and {self.hidden_size}")
-        competing = FORMS[self.routing].has_types  # otherwise scores do not show how certain the router is
-        if self.routing_top_p is not None and not (0 < self.routing_top_p <= 1 and competing):
+        if top_p is not None and not (0 < top_p <= 1 and form.has_types):  # other scores do not show how certain it is
             raise ValueError(
-                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
-                "sigmoid, softplus and relu"
+                f"routing_top_p {top_p}: must be above 0 and at most 1, and null with routing query_norm, sigmoid, "
+                "softplus and relu"
             )
         if self.routing_unit == "head_in_group" and (
-            latent or self.head_dims or self.routed_keys == "selected" or self.routing_top_p is not None
-            or FORMS[self.routing].by_sign
+            self.attention == "latent" or self.head_dims or self.routed_keys == "selected" or top_p is not None
+            or form.by_sign
         ):  # fmt: skip
             raise ValueError(
                 "routing_unit head_in_group: leave out latent attention, head_dims, routed_keys selected, "
                 "routing_top_p and routing relu"
             )
-        if self.load_balance_bias_rate and (self.routing_top_p is not None or FORMS[self.routing].by_sign):
+        if self.load_balance_bias_rate and (top_p is not None or form.by_sign):
             raise ValueError(
                 f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p and routing relu"
             )
-        kinds = set(self.layer_positions)
-        if not kinds <= set(POSITIONS) or ("learned" in kinds and (len(kinds) > 1 or not self.learned_positions)):
-            raise ValueError(
-                f"layer_positions {self.layer_positions}: must be of {', '.join(POSITIONS)}; learned in all layers or "
-                "none, with learned_positions"
-            )
-        own = self.head_selection == "mixture" and self.routed_keys == "selected"
-        for shared, kind, heads in zip(self.num_shared_heads, self.layer_positions, self.layer_heads, strict=False):
-            if own and kind == "cope" and shared < heads:
-                raise ValueError("routed_keys selected: cope counts all keys; choose other layer_positions")
-        for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows", "layer_positions", "layer_heads"):
-            budget = getattr(self, key)
-            if len(budget) != self.num_hidden_layers:
-                raise ValueError(f"{key} {budget}: must have {self.num_hidden_layers} numbers, one per layer")
-        widest = max(self.layer_windows)
-        if (getattr(self, "sliding_window", None) or widest) != widest:  # vLLM sets it to None
-            raise ValueError(f"sliding_window {self.sliding_window}: give layer_windows, now {self.layer_windows}")
-        if self.head_selection == "all" and [*self.num_shared_heads] != self.layer_heads:
-            raise ValueError(f"head_selection all: num_shared_heads must be layer_heads {self.layer_heads}")
-        if max(self.layer_heads) != self.num_attention_heads or any(n % self.queries_per_key for n in self.layer_heads):
-            raise ValueError(
-                f"layer_heads {self.layer_heads}: the most must be num_attention_heads {self.num_attention_heads}, and "
-                f"all multiples of {self.queries_per_key}, which share a key"
-            )
-        budgets = zip(self.num_shared_heads, self.num_active_routed_heads, self.layer_heads, strict=True)
-        for layer, (shared, active, heads) in enumerate(budgets):
-            routed = heads - shared
-            least = int(shared == 0) if self.head_selection == "static" else min(1, routed)  # a router needs one
-            if routed < 0 or shared < 0 or not least <= active <= routed:
-                raise ValueError(
-                    f"layer {layer} with {shared} shared and {active} active routed heads: of num_attention_heads "
-                    f"{heads}, {routed} are routed and at least {least} of them must be active"
-                )
-            size = self.heads_per_expert if self.head_selection == "mixture" else 1
-            size = max(size, self.competing_groups(layer))
-            if shared % size or active % size:
-                raise ValueError(
-                    f"layer {layer} with {shared} shared and {active} active routed heads: with routing_unit "
-                    f"{self.routing_unit} both must be multiples of {size}"
-                )
 
 
 def check_rope(rope):

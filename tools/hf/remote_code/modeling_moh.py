@@ -4,10 +4,11 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
     MoH(x) = sum_i g_i H_i W_O_i                                                    (Eq. 4)
 
-moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py selects heads and has the
-balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py the rotary embedding, moh_positions.py the
-masks, moh_layer.py the blocks, moh_own_keys.py the heads that keep only their own tokens, moh_serving.py what serving
-engines cannot compute. moh_gates.py and moh_rotary.py are files of the trainer.
+moh_attention.py computes every head, and weighs the inactive ones by zero; moh_attention_kinds.py has rarer kinds.
+moh_router.py selects heads and has the balance loss (Eq. 7), moh_gates.py the gates (Eq. 5, 6, 9, 10), moh_rotary.py
+the rotary embedding, moh_positions.py the positions and masks, moh_layer.py the blocks, moh_own_keys.py the heads that
+keep only their own tokens, moh_checks.py what is refused, moh_serving.py what serving engines cannot compute.
+moh_gates.py and moh_rotary.py are files of the trainer.
 
 Each of these arguments adds to the outputs; the first can be set in the configuration too:
 
@@ -43,9 +44,18 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSN
 
 from .configuration_moh import MoHLlamaConfig
 from .moh_attention import MoHLlamaContextualPositions
+from .moh_attention_kinds import attention_kind
 from .moh_layer import MoHLlamaDecoderLayer
 from .moh_own_keys import keep_own_keys
-from .moh_positions import COUNT_SLOTS, MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
+from .moh_positions import (
+    COUNT_SLOTS,
+    MoHLlamaRotaryEmbedding,
+    causal_masks,
+    create_causal_mask,
+    of_padding,
+    positions_of,
+    slots_of,
+)
 from .moh_router import MoHLlamaRouter, load_balance_loss
 from .moh_serving import continuous_batching_problem, vllm_problem
 
@@ -113,7 +123,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.embed_positions = None
         if "learned" in config.layer_positions:
             self.embed_positions = nn.Embedding(config.learned_positions, config.hidden_size)
-        self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        attention = attention_kind(config)
+        self.layers = nn.ModuleList(
+            MoHLlamaDecoderLayer(config, attention(config, index)) for index in range(config.num_hidden_layers)
+        )
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = MoHLlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
@@ -135,14 +148,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
     def masks(self, hidden_states, attention_mask, cache, cache_position, position_ids):
         """Return {window: the mask of layers with that window}. attention_mask: the padding mask, or finished masks."""
-        windows = {*self.config.layer_windows}
-        if not isinstance(attention_mask, dict):
-            seen = self.config_of_masks or self.config, hidden_states, attention_mask, cache, cache_position
-            return {window: causal_mask(*seen, position_ids, window) for window in windows}
-        if windows == {*attention_mask}:
-            return attention_mask
-        kinds = {window: "sliding_attention" if window else "full_attention" for window in windows}
-        return {window: attention_mask[kind] for window, kind in kinds.items()}  # masks of continuous batching
+        config = self.config_of_masks or self.config
+        return causal_masks(config, hidden_states, attention_mask, cache, cache_position, position_ids)
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
@@ -161,21 +168,18 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_router_gates = config.output_router_gates if output_router_gates is None else output_router_gates
         use_cache = config.use_cache if use_cache is None else use_cache
-        if output_attentions and self.config._attn_implementation != "eager":  # others would give None for them
+        if output_attentions and config._attn_implementation != "eager":  # others would give None for them
             raise ValueError("output_attentions: load the model with attn_implementation='eager'")
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if use_cache and past_key_values is None and not recompute:  # a layer computed again would cache its keys twice
             past_key_values = DynamicCache(**({"config": config} if "config" in CACHE_ARGUMENTS else {}))
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if cache_position is None and (position_ids is None or COUNT_SLOTS):  # else a cache need not know its length
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            cache_position = torch.arange(x.shape[1], device=x.device) + past
         padding = of_padding(attention_mask)
-        if position_ids is None and self.embed_positions is not None and padding is not None:  # padding takes no place
-            position_ids = (padding.long().cumsum(-1) - 1).clamp_min(0)[:, cache_position]
-        elif position_ids is None:
-            position_ids = cache_position.unsqueeze(0)
+        if cache_position is None and (position_ids is None or COUNT_SLOTS):  # else a cache need not know its length
+            cache_position = slots_of(x, past_key_values)
+        if position_ids is None:
+            position_ids = positions_of(cache_position, None if self.embed_positions is None else padding)
         first_stage = not isinstance(self.layers[0], nn.Identity)  # vLLM has an Identity for each layer of other stages
         if self.embed_positions is not None and first_stage:
             x = x + self.embed_positions(position_ids)
@@ -210,7 +214,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         weights, gates, selections, scores = zip(*details, strict=True) if details else (None,) * 4
         aux_loss = None
         if output_router_logits:
-            aux_loss = load_balance_loss(self.config, scores, selections, padding).to(x.device)
+            aux_loss = load_balance_loss(config, scores, selections, padding).to(x.device)
         outputs = MoHLlamaModelOutput(
             last_hidden_state=x,
             **{CACHE: past_key_values},
@@ -302,12 +306,6 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             aux_loss=outputs.aux_loss if output_router_logits else None,
         )
         return outputs.to_tuple() if return_dict is False else outputs
-
-
-def of_padding(attention_mask):
-    """Return the mask if it is a padding mask, [b, k], or None."""
-    is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-    return attention_mask if is_padding else None
 
 
 def share_of_batch(labels, num_items_in_batch=None, **kwargs):

@@ -10,8 +10,6 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralMLP
 
-from .moh_attention import attention_kind
-
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -30,9 +28,9 @@ except (ImportError, AttributeError):
 
 
 class MoHLlamaDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config, layer_idx):
+    def __init__(self, config, self_attn):
         super().__init__()
-        self.self_attn = attention_kind(config)(config, layer_idx)
+        self.self_attn = self_attn
         self.mlp = MistralMLP(config)  # LlamaMLP of transformers 4.46 reads pretraining_tp
         self.post_norm = config.post_norm
         if self.post_norm:

@@ -50,6 +50,35 @@ def rotary_table(rotary, x, positions):
         return tuple((part * magnitude(rotary)).to(x.dtype) for part in (angles.cos(), angles.sin()))
 
 
+def slots_of(x, cache):
+    """Return the slots of the new tokens x [b, s, d] in a cache, [s]."""
+    past = 0 if cache is None else cache.get_seq_length()
+    return torch.arange(x.shape[1], device=x.device) + past
+
+
+def positions_of(slots, padding=None):
+    """Return the positions of tokens in these slots, [b or 1, s]. padding: its mask [b, k], if it takes no place."""
+    return slots.unsqueeze(0) if padding is None else (padding.long().cumsum(-1) - 1).clamp_min(0)[:, slots]
+
+
+def of_padding(attention_mask):
+    """Return the mask if it is a padding mask, [b, k], or None."""
+    is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+    return attention_mask if is_padding else None
+
+
+def causal_masks(config, hidden_states, attention_mask, cache, cache_position, position_ids):
+    """Return {window: the mask of layers with that window}. attention_mask: the padding mask, or finished masks."""
+    windows = {*config.layer_windows}
+    if not isinstance(attention_mask, dict):
+        given = config, hidden_states, attention_mask, cache, cache_position, position_ids
+        return {window: causal_mask(*given, window) for window in windows}
+    if windows == {*attention_mask}:
+        return attention_mask
+    kinds = {window: "sliding_attention" if window else "full_attention" for window in windows}
+    return {window: attention_mask[kind] for window, kind in kinds.items()}  # masks of continuous batching
+
+
 def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window):
     """Return an additive mask [b, 1, s, k]; k is the whole length of a static cache. Such a mask is not changed."""
     if attention_mask is not None and attention_mask.dim() == 4:

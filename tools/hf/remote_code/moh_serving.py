@@ -3,7 +3,7 @@
 Both keep keys and values in one shape for all layers and heads, and know one window.
 """
 
-from .moh_attention import attention_kind
+from .moh_attention_kinds import attention_kind
 
 
 def has_own_keys(config):
