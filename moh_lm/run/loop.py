@@ -215,7 +215,7 @@ class Run:
             self.alarms.forget(THROUGHPUT)  # nor is the speed of layers that route
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
             self.event_log.add("dense warm-up over", state.step, text)
-        state.step += 1
+        state.advance()
         bad_sources = []
         try:
             check_replicas = due(state.step, config.reliability.replica_check_interval)

@@ -39,6 +39,10 @@ class RunState:
         self.step = 0
         self.imported = None
 
+    def advance(self):
+        """Count one more iteration."""
+        self.step += 1
+
     def capture(self):
         """Return the state, JSON-able. It is the same on every rank except for the alarms; rank 0 writes it."""
         consumed, routers = self.config.run.samples_after(self.step), self.engine.router_sums
