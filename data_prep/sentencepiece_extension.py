@@ -182,6 +182,8 @@ def words_of(proto, texts: list[str]) -> Counter[str]:
     for start in range(0, len(texts), BATCH):
         lines = model.encode(texts[start : start + BATCH], out_type="numpy")
         ids = np.concatenate(lines)
+        if not ids.size:
+            continue  # blank lines only
         before, after = last[ids[:-1]], first[ids[1:]]
         ends_word = np.append((after <= SPACE) | (before == OUTSIDE) | (after != before) & (before != SPACE), True)
         ends_word[np.cumsum([len(line) for line in lines]) - 1] = True

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.command import RESUMES, output_path, run_file
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
+from moh_lm.data.files import ShardError, naming, read_json, sha256_of, write_json
 from moh_lm.units import at_least
 
 AHEAD = 4  # batches that are read before they are encoded
@@ -186,12 +186,12 @@ def open_latents(output, facts, vae, done):
     path = output / LATENTS
     latents = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     try:
-        with open(path, "r+b") as file:
+        with naming(path), open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
+    except OSError:
         path.unlink()
         (output / PARTIAL).unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     return latents
 
 

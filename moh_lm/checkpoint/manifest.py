@@ -13,7 +13,7 @@ import os
 import re
 from pathlib import Path
 
-from moh_lm.data.files import write_json
+from moh_lm.data.files import naming, write_json
 from moh_lm.parsing import open_at_once, read_json
 
 BLOCK_BYTES = 1 << 22
@@ -42,7 +42,8 @@ class HashedFile:
     def __exit__(self, kind, error, trace):
         try:
             if kind is None:
-                os.fsync(self.file.fileno())
+                with naming(self.path):
+                    os.fsync(self.file.fileno())
         finally:
             self.file.close()
         self.entry = {"bytes": self.size, "sha256": [block.hexdigest() for block in self.hashes]}
@@ -54,13 +55,11 @@ class HashedFile:
             used = self.size % BLOCK_BYTES
             if not used:
                 self.hashes.append(hashlib.sha256())
-            try:
+            with naming(self.path):
                 written = self.file.write(view[: BLOCK_BYTES - used])
                 self.size += written
                 if self.size % FLUSH_BYTES == 0:
                     os.fsync(self.file.fileno())
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self.path)) from error
             self.hashes[-1].update(view[:written])
             view = view[written:]
             self.progress()
@@ -72,14 +71,11 @@ def describe(path, progress=lambda: None):
     Raises OSError with the path.
     """
     hashes = []
-    try:
-        with open(path, "rb", opener=open_at_once) as file:
-            while block := file.read(BLOCK_BYTES):
-                hashes.append(hashlib.sha256(block).hexdigest())
-                progress()
-            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashes}
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), open(path, "rb", opener=open_at_once) as file:
+        while block := file.read(BLOCK_BYTES):
+            hashes.append(hashlib.sha256(block).hexdigest())
+            progress()
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashes}
 
 
 def write_manifest(directory, entries):

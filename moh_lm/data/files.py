@@ -80,12 +80,23 @@ class Description:
         return {"bytes": self.num_bytes, "sha256": self.sha256.hexdigest(), "crc32": sums}
 
 
+@contextmanager
+def naming(path: str | Path):
+    """Add the path to errors of the operating system that lack it, such as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def publish(path: Path, data: bytes):
     """Write ``data`` to ``path`` such that after a crash the file has either its new or its old content, in full."""
     temporary = temporary_name(path)
     temporary.unlink(missing_ok=True)  # left by a killed process with the same number
     try:
-        with open(temporary, "xb") as file:
+        with naming(path), open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -132,7 +143,8 @@ def flush(path: str | Path):
     """Force a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
             raise  # some file systems cannot flush a directory

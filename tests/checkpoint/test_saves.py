@@ -49,6 +49,13 @@ def save_with_a_limit(flags, limit, guilty, steps):
         return error.problems
 
 
+def test_a_disk_that_cannot_flush_a_file_is_told_with_its_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output") as told, HashedFile(tmp_path / "rank") as file:
+        file.write(b"some bytes")
+    assert told.value.filename == str(tmp_path / "rank")
+
+
 @pytest.mark.parametrize(
     "limit, guilty, background",
     [(0, 1, "false"), (1000, 0, "false"), (1000, 1, "true"), (100_000, 0, "true")],

@@ -345,12 +345,12 @@ def test_when_a_shard_found_no_room_no_other_is_begun(corpus, model, reference, 
 
 def test_a_disk_that_is_full_from_the_start_is_named(corpus, model, tmp_path):
     result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, **largest_files(100))
-    assert re.search(rb"failed: \S*/out: File too large, [\d.,]+ MB of [\d.,]+ MB are free: make room", result.stderr)
+    assert re.search(rb"failed: \S*/out/tokenizer.model: File too large, [\d.,]+ MB of [\d.,]+ MB are free: make room", result.stderr)
 
 
 def test_no_room_for_a_model_is_one_line_and_leaves_nothing(corpus, tmp_path):
     output = tmp_path / "models/tokenizer.model"
     flags = ("--input", f"{corpus}/a*", "--vocab-size", 320, "--output", output)
     result = run("train", *flags, code=1, **largest_files(100))
-    assert result.stderr.decode().splitlines()[-1].endswith(": file too large; nothing was written")
+    assert result.stderr.decode().splitlines()[-1].endswith(f" {output}: file too large; nothing was written")
     assert not list(output.parent.iterdir())

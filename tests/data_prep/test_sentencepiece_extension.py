@@ -11,7 +11,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from data_prep.bpe_continuation import LETTERS, joined_tokens
 from data_prep.encoding import Tokenizer
-from data_prep.sentencepiece_extension import run
+from data_prep.sentencepiece_extension import bpe_model, run, words_of
 from data_prep.tokenize import extend_flags
 from moh_lm.config import ConfigError
 from moh_lm.data.tiktoken_model import read_ranks
@@ -224,6 +224,15 @@ def test_tokens_are_joined_in_the_order_of_plain_bpe():
         for entry in words:
             entry[0] = joined(entry[0], best)
     assert joined_tokens(spelled, 15) == expected
+
+
+def test_words_do_not_depend_on_batches_even_of_blank_lines(old, texts, monkeypatch):
+    proto, lines = bpe_model(str(old)), ["", " ", *chinese(5), "", *TEXTS[:5], " "]
+    together = words_of(proto, lines)
+    monkeypatch.setattr("data_prep.sentencepiece_extension.BATCH", 1)
+    apart = words_of(proto, lines)
+    together[""] = apart[""] = 0  # what follows the last word of a batch
+    assert apart == together
 
 
 def joined(word, token):
