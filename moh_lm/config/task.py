@@ -100,7 +100,7 @@ class TaskConfig:
             raise ConfigError([f"{path}: is not a configuration ({error}); give a directory made by a run"]) from error
         program = values.get("program", UNNAMED)
         if program != cls.program:
-            advice = f"give one of {cls.program}, or use the command for it"
+            advice = f"give one of {cls.program}, or use its own command (docs/vision.md has those for images)"
             raise ConfigError([f"{path}: belongs to a run of {program}; {advice}"])
         kinds = {entry.name: entry.type for _, entry in walk(cls()) if entry.name in values}
         kinds |= {name: int | kinds[name] for name in OF_LAYERS if name in kinds}

@@ -345,7 +345,8 @@ def test_when_a_shard_found_no_room_no_other_is_begun(corpus, model, reference, 
 
 def test_a_disk_that_is_full_from_the_start_is_named(corpus, model, tmp_path):
     result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, **largest_files(100))
-    assert re.search(rb"failed: \S*/out/tokenizer.model: File too large, [\d.,]+ MB of [\d.,]+ MB are free: make room", result.stderr)
+    told = rb"failed: \S*/out/tokenizer.model: File too large, [\d.,]+ MB of [\d.,]+ MB are free: make room"
+    assert re.search(told, result.stderr)
 
 
 def test_no_room_for_a_model_is_one_line_and_leaves_nothing(corpus, tmp_path):

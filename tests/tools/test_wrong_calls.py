@@ -45,6 +45,7 @@ FILES = {
     "hf/config.json": json.dumps(LLAMA),
     "hf/tokenizer.json": "{}",
     "image/config.json": '{"program": "moh_lm.vision dit"}',
+    "image/manifest.json": "{}",
     "nothing/config.json": "{}",
     "nothing/metrics.jsonl": "",
     "list/config.json": "[1]",

@@ -104,6 +104,7 @@ TOOLS = {
         | --model and --suite: must be given
         --model nosuch --suite llm6 | --model nosuch: does not exist
         --model run --suite llm6 | --model run: is a run, not an export
+        --model image --suite llm6 | --model image: is a run of moh_lm.vision dit; docs/vision.md has
         --model bare --suite llm6 | --model bare: has no tokenizer; add the model's
         --model . --suite llm6 | --model .: has no config.json
         --model bare | --suite: must be given; --suite is one of llm6, llama14, llama14e

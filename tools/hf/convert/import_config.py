@@ -12,10 +12,11 @@ import shlex
 from dataclasses import fields
 
 from moh_lm.checks.model import model_problems
-from moh_lm.config import ConfigError, HeadsConfig, ModelConfig, raise_any
+from moh_lm.config import Config, ConfigError, HeadsConfig, ModelConfig, raise_any
 from moh_lm.config.fields import as_tuples, fits, in_words
 from moh_lm.config.model import OF_LAYERS
 from moh_lm.parsing import read_json
+from moh_lm.vision.config import kind_of_run
 from tools.hf.convert import keys
 
 ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers if a mistral's file has none
@@ -67,6 +68,8 @@ def type_problems(values):
 def refuse_run(flag, directory):
     """Raise ConfigError if ``directory`` is a run or a step of a run instead of a model in Hugging Face form."""
     if (directory / "checkpoints").is_dir() or (directory / "manifest.json").is_file():
+        if (kind := kind_of_run(directory)) is not Config:
+            raise ConfigError([f"{flag} {directory}: is a run of {kind.program}; docs/vision.md has its commands"])
         export = f"python tools/export_hf.py --checkpoint {shlex.quote(str(directory))} --output DIR"
         raise ConfigError([f"{flag} {directory}: is a run, not an export; export it first: {export}"])
 
