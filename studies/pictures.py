@@ -64,17 +64,24 @@ def draw_seconds(path, variants, leads, seconds):
     The line is dense itself with more or fewer tokens: what lies below it is better in the same time. seconds:
     {variant: [those of each round, dense = 1]}.
     """
-    figure, axis = pyplot.subplots(figsize=(8, 6), layout="constrained")
+    names = sorted((name for name in seconds if name in leads and name not in LENGTHS), key=lambda name: leads[name][0])
+    figure, axis = pyplot.subplots(figsize=(7, 2 + 0.22 * len(names)), layout="constrained")
     tokens = {name: mean(map(tokens_of, variants[name].values())) for name in LENGTHS if name in leads}
     points = sorted((tokens[name] / tokens[DENSE], *leads[name][:2]) for name in tokens)
     places, centers, widths = zip(*points, strict=True)
-    axis.errorbar(places, centers, list(map(finite, widths)), color="gray", label="dense, more or fewer tokens")
-    for name in [name for name in seconds if name in leads and name not in LENGTHS]:
+    axis.set_xscale("log")
+    axis.plot(1, 0, "s", color="gray")
+    for number, name in enumerate(names):
         center, width, _ = leads[name]
         middle, least, most = median(seconds[name]), min(seconds[name]), max(seconds[name])
-        axis.errorbar(middle, center, finite(width), [[middle - least], [most - middle]], fmt="o", capsize=2)
-        axis.annotate(name, (middle, center), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axis.set(xscale="log", xlabel="seconds of training, dense = 1")
+        axis.errorbar(middle, center, finite(width), [[middle - least], [most - middle]], fmt="o", elinewidth=0.7)
+        aside = 1.05, (number + 0.5) / len(names)  # beside the axes, where no name covers another
+        line = {"arrowstyle": "-", "color": "lightgray", "relpos": (0, 0.5)}
+        axis.annotate(name, (middle, center), aside, textcoords="axes fraction", va="center", arrowprops=line)
+    limits = axis.axis()  # without the ends of the line, which are far away
+    axis.errorbar(places, centers, list(map(finite, widths)), color="gray", label="dense, more or fewer tokens")
+    axis.axis(limits)
+    axis.set_xlabel("seconds of training, dense = 1")
     axis.set_ylabel("validation loss minus that of dense (nats per token)")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("{x:g}")
@@ -88,7 +95,7 @@ def finite(width):
 
 def finish(figure, path):
     """Add a legend with every line of the picture, and write the file."""
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8)
     file = io.BytesIO()
     figure.savefig(file, dpi=100)
     publish_own(path.parent, {path.name: file.getvalue()})
