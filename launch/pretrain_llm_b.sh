@@ -18,9 +18,9 @@
 #     --compile false                                               slower steps on a GPU, without a first one of a minute
 #     --dry-run                                                     show what the run would do
 #
-# (*) In models of 1M to 5M parameters its loss was 0.108 +- 0.018 nats lower with half of 32 narrow heads, and 0.043 +-
-# 0.010 higher with half of 8 heads and grouped queries (docs/results.md, docs/study.md). Nobody compared them at this
-# size.
+# (*) In models of 1M to 5M parameters its loss was 0.108 +- 0.018 nats lower with half of 32 narrow heads. With half of 8
+# heads and grouped queries it was higher, by 0.043 +- 0.010 and 0.019 +- 0.018 at two sizes (docs/results.md,
+# docs/study.md). Nobody compared them at this size.
 #
 # The file is bash and Python at once, because the deepspeed launcher and torchrun start their target with Python on
 # every rank. Python then replaces itself by bash on this same file, and bash replaces itself by the trainer, so that
