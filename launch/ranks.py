@@ -1,6 +1,7 @@
 """One rank of a launch script per device, started by the deepspeed launcher, whose own messages are hidden.
 
-    [HOSTFILE=hosts] [MASTER_PORT=29500] [DEEPSPEED_LOG_LEVEL=info] python launch/ranks.py SCRIPT [FLAGS]
+    [HOSTFILE=hosts] [MASTER_ADDR=node1-ib0] [MASTER_PORT=29500] [DEEPSPEED_LOG_LEVEL=info] \\
+        python launch/ranks.py SCRIPT [FLAGS]
 
 The last line therefore comes from a rank and says what is wrong. This program only reports what a rank cannot: that a
 signal ended it. Ctrl-C, or a terminal that hangs up, is meant for the ranks, which save. This program and the launcher
@@ -103,14 +104,17 @@ def main(script, *flags):
             os.environ["PDSH_SSH_ARGS_APPEND"] = f"{given} -o ServerAliveInterval=60"
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as by nohup
                 signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-        places = [*(["--hostfile", hostfile] if hostfile else []), *(["--master_port", port] if port else [])]
-        runner.main([*places, "--log_level", level, "--", script, *flags])
+        address = os.environ.get("MASTER_ADDR") if several else None  # of the network between the nodes
+        places = {"--hostfile": hostfile, "--master_addr": address, "--master_port": port}
+        given = [word for flag, value in places.items() if value for word in (flag, value)]
+        runner.main([*given, "--log_level", level, "--", script, *flags])
         if launcher and launcher[-1].returncode < 0:  # the runner does not report this
             name = signal.Signals(-launcher[-1].returncode).name
             print(f"{script}: {name} ended the launcher; its ranks may still run; check for them", file=sys.stderr)
             return 128 - launcher[-1].returncode
     except IndexError:  # the launcher reads the address of the first node from `hostname -I`
-        print(f"{script}: the first node has no address: `hostname -I` prints none there", file=sys.stderr)
+        remedy = "set MASTER_ADDR to its address"
+        print(f"{script}: the first node has no address: `hostname -I` prints none there; {remedy}", file=sys.stderr)
         return 2
     except (FileNotFoundError, subprocess.CalledProcessError) as error:  # the launcher asks the first node by ssh
         if not isinstance(error, subprocess.CalledProcessError) and error.filename != "ssh":

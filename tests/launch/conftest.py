@@ -9,7 +9,8 @@ import json, os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
 signal.signal(signal.SIGTERM, lambda *_: open("ended", "w").close() or sys.exit(75))
 signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
-call = {"arguments": sys.argv[1:], "process": os.getpid(), "port": os.environ.get("MASTER_PORT")}
+call = {"arguments": sys.argv[1:], "process": os.getpid()}
+call |= {"port": os.environ.get("MASTER_PORT"), "address": os.environ.get("MASTER_ADDR")}
 call |= {"path": os.environ.get("PYTHONPATH", ""), "secret": os.environ.get("MOH_LM_SECRET", "")}
 open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
 while "--wait" in sys.argv:

@@ -10,7 +10,9 @@ from pathlib import Path
 from tests.tokenizing import ROOT
 
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
-LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE", "MASTER_PORT"}
+LAUNCHER_VARIABLES = {
+    "RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
 
 # Stands for the Python of an active environment: pip's calls are noted, and fail while the file `offline` is there.
 PYTHON = """#!/bin/sh

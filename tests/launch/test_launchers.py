@@ -153,6 +153,12 @@ def test_a_flag_reaches_the_shell_of_a_node_as_it_was_given(trainer, programs):
     assert call["path"].endswith("/a b/$HOME:/c") and len(call["secret"]) == 32
 
 
+def test_nodes_meet_at_the_address_that_the_user_gives(trainer, programs):
+    variables = two_nodes(trainer, programs, FIRST_NODE) | {"MASTER_ADDR": "10.1.2.3"}
+    code, output, _ = execute(["bash", ROOT / SCRIPTS[0]], trainer, **variables)
+    assert (code, call_of_rank(trainer, 0)["address"]) == (0, "10.1.2.3"), output
+
+
 OTHER_LAUNCHERS = """
 import json, subprocess, sys, types
 from launch import ranks
