@@ -192,16 +192,18 @@ class CausalLM(WholeModel):
         return [*first, *blocks, ("model.norm.", self.model.norm), head]
 
 
-def compile_layers(model, backend="inductor", kind=DecoderLayer):
+def compile_layers(model, backend="inductor", kind=DecoderLayer, batch_sizes=1):
     """Let torch.compile build the kernels of every layer of a ``kind`` of ``RoutedBlock`` in ``model``.
 
     Layers with equal head budgets share a graph of attention, router, norms and MLP. Each shape of a micro-batch needs
-    its own graph, as do evaluation and each batch size of --batch-warmup. Raises torch's errors for graph breaks and
-    beyond the recompile limit.
+    its own graph, as do evaluation, a dense warm-up and each of the ``batch_sizes`` of --batch-warmup. Raises torch's
+    errors for graph breaks and beyond the recompile limit.
     """
     layers = modules_of(model, kind)
     settings = torch._dynamo.config  # loaded here because it takes a second, which most commands can save
-    settings.recompile_limit = max(settings.recompile_limit, 40 + 4 * len(layers))
+    graphs = 40 + len(layers) * (batch_sizes + 3)
+    settings.recompile_limit = max(settings.recompile_limit, graphs)
+    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, graphs)
     block = torch.compile(kind.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
         layer.use_compiled(block)

@@ -6,6 +6,7 @@ profiler fails, the rank prints a message and the run continues.
 """
 
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -25,9 +26,11 @@ class StepProfile:
         traced = run.profile_ranks == "all" or dist.get_rank() == 0
         self.steps = run.profiled_steps if traced else range(0)
         self.directory = Path(run.checkpoint_dir) / FOLDER
-        self.device = device
+        self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self.memory = run.profile_memory
+        self.snapshots = self.memory and device.type == "cuda"
         self.profiler = self.mark = None
+        self.running = ExitStack()  # stops the profiler, and the record of allocations
         self.first = self.last = 0  # steps of the trace
 
     def begin(self, step):
@@ -42,13 +45,11 @@ class StepProfile:
         self.mark.__enter__()
 
     def start(self, step):
-        on_gpu = self.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        profiler = profile(activities=activities, record_shapes=True, profile_memory=self.memory)
-        profiler.start()
-        self.profiler, self.first = profiler, step
-        if self.memory and on_gpu:
+        if self.snapshots:
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+            self.running.callback(torch.cuda.memory._record_memory_history, enabled=None)
+        profiler = profile(activities=self.activities, record_shapes=True, profile_memory=self.memory)
+        self.profiler, self.first = self.running.enter_context(profiler), step
 
     def end(self, step):
         """Record that this step is over, and write the files after the last requested one."""
@@ -65,13 +66,12 @@ class StepProfile:
             self.attempt(lambda: self.write(profiler))
 
     def write(self, profiler):
-        profiler.stop()
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"steps-{self.first}-{self.last}-rank-{dist.get_rank()}"
-        profiler.export_chrome_trace(str(self.directory / f"{name}.pt.trace.json.gz"))
-        if self.memory and self.device.type == "cuda":
+        if self.snapshots:
             torch.cuda.memory._dump_snapshot(str(self.directory / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self.running.close()
+        profiler.export_chrome_trace(str(self.directory / f"{name}.pt.trace.json.gz"))
         log_rank0(f"wrote the profile of steps {self.first} to {self.last} to {self.directory}")
 
     def attempt(self, work):
@@ -80,4 +80,6 @@ class StepProfile:
             work()
         except Exception as error:
             self.steps, self.profiler, self.mark = range(0), None, None
+            with suppress(Exception):
+                self.running.close()
             print(f"no profile on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)

@@ -72,7 +72,7 @@ class Engine:
         self.model = self.build_model()
         self.blocks = modules_of(self.model)
         if config.run.compile:
-            compile_layers(self.model, kind=layer)
+            compile_layers(self.model, kind=layer, batch_sizes=len(config.run.stages))
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
                 set_z3_leaf_modules(self.model, [layer])
         self.attach_measurements()

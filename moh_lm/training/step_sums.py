@@ -82,7 +82,8 @@ class RouterSums:
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
         parts = {layer.index: part for layer, part in zip(self.layers, sums.split(widths, dim=1), strict=True)}  # views
-        of_source = one_hot(torch.cat(sources).to(self.device, non_blocking=True), self.num_sources)
+        sources = [part.to(self.device, non_blocking=True) for part in sources]  # ``cat`` would leave pinned memory
+        of_source = one_hot(torch.cat(sources), self.num_sources)
         for block in self.blocks:
             rows = block.rows.take()
             if rows is not None:

@@ -140,6 +140,16 @@ def test_a_copy_of_a_compiled_model_has_its_own_weights():
             assert layer(x).equal(x)
 
 
+def test_no_batch_size_is_beyond_the_recompile_limit(counters):
+    model = model_of("paper")
+    with dynamo.config.patch(accumulated_recompile_limit=2):
+        compile_layers(model, backend="eager", batch_sizes=3)
+        for micro_batches in (1, 2, 3):
+            model.batch.begin(False, micro_batches)
+            loss_and_gradients(model, tokens_of(0))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
 def test_layers_with_other_budgets_have_graphs_of_their_own(counters):
     budgets = dict(num_shared_heads=(2, 0, 2), num_active_routed_heads=(2, 4, 2))
     plain, compiled = (model_of("no shared heads, one stage", **budgets) for _ in range(2))

@@ -2,11 +2,15 @@
 
 import gzip
 import json
+from unittest.mock import Mock, call
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from moh_lm.checks import config_problems
 from moh_lm.flags import parse_config
+from moh_lm.run.profile import ALLOCATIONS, StepProfile
 from tests.distributed import run_ranks
 from tests.running import rows
 from tests.training.runs import arguments, run
@@ -51,6 +55,19 @@ def test_a_profile_that_cannot_be_written_ends_no_run(data_dir, tmp_path):
     (tmp_path / "profile").write_text("in the way")
     run_ranks(run, 1, arguments(data_dir, tmp_path, *PROFILED))
     assert rows(tmp_path)[-1]["step"] == 5
+
+
+def test_nothing_is_recorded_after_a_profile_that_cannot_be_written(data_dir, tmp_path, monkeypatch):
+    history = Mock()
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", Mock(side_effect=OSError("no space left")))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    profile = StepProfile(parse_config(arguments(data_dir, tmp_path, *PROFILED))[0].run, torch.device("cuda"))
+    for step in (2, 3, 4):
+        profile.begin(step)
+        assert torch.autograd._profiler_enabled() and history.call_args == call(max_entries=ALLOCATIONS)
+        profile.end(step)
+    assert not torch.autograd._profiler_enabled() and history.call_args == call(enabled=None)
 
 
 @pytest.mark.parametrize("given", ["3", "4:3", "0:2", "a:b", "1:2:3"])

@@ -62,8 +62,8 @@ class RouterClip:
 
     def clip(self, norm, copies):
         """Replaces ``examine``, which sees the norm before any clipping."""
+        routers, others = (part.double() for part in self.norms())  # complete when ``examine`` has waited
         norm = self.examine(norm, copies)
-        routers, others = (part.double() for part in self.norms())
         self.factor = (self.limit / routers).clamp(max=1)
         return torch.where(norm.isinf(), norm, torch.hypot(others, self.factor * routers).to(norm))
 
