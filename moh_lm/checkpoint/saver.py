@@ -38,10 +38,8 @@ from moh_lm.checkpoint.space import needed_bytes
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
-from moh_lm.parallel.consensus import from_all_ranks, on_rank_zero, problems_of_all_ranks
+from moh_lm.parallel.consensus import from_all_ranks, on_rank_zero, problems_of_all_ranks, wait_for_all
 from moh_lm.units import binary_size
-
-ROUND_S = 1  # seconds after which ranks that wait for the files of others tell each other how far they are
 
 
 class CheckpointError(Exception):
@@ -137,7 +135,7 @@ class Saver:
         if self.pending is None:
             return None
         written, self.pending = self.pending, None
-        self.wait(written)
+        wait_for_all(written, self.progress)
         entries = {name: entry for part in from_all_ranks(written.entries) for name, entry in part.items()}
         problems = problems_of_all_ranks(written.problems)
         final = written.directory.with_suffix("")
@@ -158,16 +156,6 @@ class Saver:
             }
             self.on_saved(step_number(final), final, facts)
         return final
-
-    def wait(self, writing):
-        """Wait until no rank writes any more, and report progress as long as any rank makes some."""
-        before, ranks = None, [(True, 0)]
-        while any(alive for alive, _ in ranks):
-            writing.join(ROUND_S)
-            ranks = from_all_ranks((writing.is_alive(), writing.blocks))
-            if ranks != before:
-                self.progress()
-            before = ranks
 
     def commit(self, temporary, final, entries):
         """Write the manifest, rename, update ``latest`` and remove old steps. Returns problems. Rank 0 only."""

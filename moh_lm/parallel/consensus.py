@@ -6,12 +6,15 @@ together.
 """
 
 import socket
+import threading
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from moh_lm.config import ConfigError, raise_any
+
+ROUND_S = 1  # seconds after which ranks that wait for the files of others tell each other how far they are
 
 
 def from_rank_zero(value):
@@ -37,6 +40,51 @@ def set_on_any_rank(flags, device):
     flags = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(flag) for flag in flags.tolist()]
+
+
+class Work(threading.Thread):
+    """Calls ``work(advance)`` beside this thread; afterwards it has its ``result``, or the ``error`` that it raised.
+
+    blocks: how often ``advance`` was called.
+    """
+
+    def __init__(self, work):
+        super().__init__(daemon=True)  # a dying run does not wait for it
+        self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
+        self.work, self.result, self.error, self.blocks = work, None, None, 0
+        self.start()
+
+    def advance(self):
+        self.blocks += 1
+
+    def run(self):
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+        try:
+            self.result = self.work(self.advance)
+        except BaseException as error:  # noqa: BLE001 - raised again by ``together``
+            self.error = error
+
+
+def wait_for_all(thread, progress):
+    """Wait until the ``thread`` of every rank has ended. Calls ``progress`` as long as the ``blocks`` of any rank grow,
+    so that ranks with less to do are not taken for stuck."""
+    before, ranks = None, [(True, 0)]
+    while any(alive for alive, _ in ranks):
+        thread.join(ROUND_S)
+        ranks = from_all_ranks((thread.is_alive(), thread.blocks))
+        if ranks != before:
+            progress()
+        before = ranks
+
+
+def together(work, progress):
+    """Return this rank's ``work(advance)`` when every rank has done its own; see ``wait_for_all``."""
+    thread = Work(work)
+    wait_for_all(thread, progress)
+    if thread.error:
+        raise thread.error
+    return thread.result
 
 
 def all_ranks_or_raise(work):

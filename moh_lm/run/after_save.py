@@ -73,13 +73,13 @@ class AfterSave:
         print(f"--after-save failed for step-{step}: {reason}", file=sys.stderr, flush=True)
         self.event_log.add("after-save failed", step, reason=reason)
 
-    def close(self, progress, most=math.inf):
-        """Wait for the remaining commands, ``most`` seconds at most, and end those that take longer. progress: called
-        meanwhile."""
-        patience = min(self.patience, most)
-        deadline = time.monotonic() + patience
+    def close(self, progress, most=lambda: math.inf):
+        """Wait for the remaining commands, and end those that take longer than ``patience``, or than ``most()`` seconds
+        from the moment on when this is finite. progress: called meanwhile."""
+        begun = time.monotonic()
+        deadline = begun + self.patience
         self.poll()
-        while self.running and time.monotonic() < deadline:
+        while self.running and time.monotonic() < (deadline := min(deadline, time.monotonic() + most())):
             progress()
             time.sleep(0.05)
             self.poll()
@@ -89,4 +89,5 @@ class AfterSave:
             self.running[1].wait()
             left = [self.running[0], *(step for step, _ in self.waiting)]
             self.running = None
-            self.fail(left[0], f"not done {patience} s after the run; steps left: {', '.join(map(str, left))}")
+            waited = round(time.monotonic() - begun)
+            self.fail(left[0], f"not done {waited} s after the run; steps left: {', '.join(map(str, left))}")

@@ -6,6 +6,7 @@ nothing. If all checkpoints are damaged, or if they are gone but left a trace, t
 """
 
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from moh_lm.checkpoint.manifest import NO_SUCH_FILE, verify
 from moh_lm.config import ConfigError
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
-from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks
+from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks, together
 from moh_lm.parsing import read_json
 from moh_lm.supervise.processes import log_rank0
 
@@ -29,7 +30,8 @@ def sound_step(directory, event_log, progress):
     """
     damaged = {}
     for step in on_rank_zero(lambda: list_steps(directory)):
-        problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
+        problems = all_ranks_or_raise(lambda step=step: together(partial(damage, step), progress))
+        problems = problems_of_all_ranks(problems)
         if not problems:
             on_rank_zero(lambda step=step: refuse_dangling(directory, step))
             on_rank_zero(lambda step=step: settle(step, damaged, event_log))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver
 from moh_lm.checkpoint.space import check_space
+from moh_lm.compared import Differs
 from moh_lm.cost.summary import describe_switch
 from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT, Alarms, Announcer
@@ -59,8 +60,8 @@ def run_steps(task, config, dataset, device, stop, watchdog):
         while not run.complete() and not run.stopping:
             run.step()
         run.close()
-    except (CheckpointError, BadNumbers) as error:
-        run.failed("failed" if isinstance(error, (BadNumbers, NonFiniteState)) else "unsaved")
+    except (CheckpointError, BadNumbers, Differs) as error:
+        run.failed("failed" if isinstance(error, (BadNumbers, Differs, NonFiniteState)) else "unsaved")
         raise
     return run.complete()
 
@@ -190,16 +191,16 @@ class Run:
         on_rank_zero(work)
 
     def end_after_save(self):
-        """Wait for commands of --after-save, less long if the run was asked to stop."""
-        self.after_save.close(self.watchdog.progress, STOP_S if self.stopping else math.inf)
+        """Wait for commands of --after-save, less long once the run was asked to stop."""
+        self.after_save.close(self.watchdog.progress, lambda: STOP_S if self.stopping or self.stop.due() else math.inf)
 
     def flags(self):
         """Return whether this rank was asked to stop, and whether it is still writing a checkpoint."""
         return self.stop.due(), self.saver.writing()
 
     def train(self):
-        """Train one iteration and return (learning rate, ``StepResult``). Raises BadNumbers, with the last checkpoint's
-        name."""
+        """Train one iteration and return (learning rate, ``StepResult``). Raises BadNumbers or Differs, with the last
+        checkpoint's name."""
         config, run, state = self.config, self.config.run, self.state
         started = time.perf_counter()
         rate = learning_rate(state.step, config.optimizer, run.train_iters)
@@ -223,10 +224,10 @@ class Run:
             if result.code:
                 bad_sources = record_incident(self.engine, self.loader, batches, self.event_log, state.step, result)
             self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)
-        except BadNumbers as error:
+        except (BadNumbers, Differs) as error:
             with suppress(CheckpointError):  # the bad numbers are the reason why the run ends
                 self.saver.collect()
-            raise BadNumbers(f"step {state.step}: {error}; {self.saver.newest()}") from error
+            raise type(error)(f"step {state.step}: {error}; {self.saver.newest()}") from error
         self.accumulator.add(result, data_seconds, self.engine.tokens, bad_sources, self.timer.take())
         self.engine.begin(state.step)
         self.watchdog.progress()

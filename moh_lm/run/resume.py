@@ -7,6 +7,7 @@ comparable. It refuses another tokenizer, and unless a flag allows it other data
 import contextlib
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from moh_lm.cost.summary import describe_switch
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.model.initial_gates import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
-from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero
+from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, together
 from moh_lm.parsing import read_json
 from moh_lm.run.intact import sound_step
 from moh_lm.run.state import read_state, state_problems
@@ -68,7 +69,8 @@ def resume(task, state, event_log, progress):
     changes = differing([name for name in names_of(config.model) if name not in config.of_loss], before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
     training = {} if begins else differing(of_training(config), before, now)
-    averaged = all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
+    fragments = list(state.engine.fragments())
+    averaged = all_ranks_or_raise(lambda: together(partial(load, step, fragments), progress))
     for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
         if fields:
             event_log.add(event, saved["step"], f"resuming with another {', '.join(fields)}", changes=fields)

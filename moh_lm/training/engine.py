@@ -158,6 +158,7 @@ class Engine:
         skipped = self.guard.skips(stats.code)
         if skipped:
             self.optimizer.drop_gradients()
+            self.frozen.repair()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is equal to its master again
             self.refuse_lasting_faults(stats.code)
         else:
@@ -180,7 +181,7 @@ class Engine:
             raise BadNumbers("; ".join(out_of_range[:3] + more))
         lasting = problems_of_all_ranks(self.replicas.differences()) if code == DIVERGENCE else []
         if lasting:
-            raise BadNumbers(f"{'; '.join(lasting)}; rewriting the weights from their fp32 masters did not help")
+            raise BadNumbers(f"{'; '.join(lasting)}; no fp32 master could repair this")
 
     def largest_weight(self):
         """Return the largest magnitude of this rank's master and frozen weights, []; NaN if one is NaN."""

@@ -46,10 +46,16 @@ class FrozenWeights:
         whole = {p: p.detach() if local_slice(p) is None else self.owned(p)[1] for p in self.masters}
         return {parameter: weight for parameter, weight in whole.items() if weight.numel()}
 
+    def repair(self):
+        """``refresh`` the weights in bf16. Those in fp32 are their own masters, and a fault of one would spread."""
+        self.refresh(torch.bfloat16)
+
     @torch.no_grad()
-    def refresh(self):
-        """Copy the masters into the weights; all ranks call it together."""
+    def refresh(self, dtype=None):
+        """Copy the masters into the weights, or those of a ``dtype``; all ranks call it together."""
         for parameter, (_, master) in self.masters.items():
+            if dtype not in (None, parameter.dtype):
+                continue
             _, mine = self.owned(parameter)
             mine.copy_(master)
             size = group_size(self.group)

@@ -81,6 +81,8 @@ class StepCheck:
         total, tokens, grad_norm, loss, *largest, weight, differ = numbers[:fixed]
         if math.isfinite(largest[0]):  # ranks whose groups add in another order differ in the last bit
             grad_norm = largest[0]
+        if math.isfinite(loss):  # the same holds for the loss
+            total = loss
         now, tokens = time.perf_counter(), max(tokens, 1)  # documents with a single token have no label
         code = max(self.guard.classify(loss / tokens, value) for value in largest)
         code = code if self.guard.is_finite_and_bounded(weight) else max(code, OUT_OF_RANGE)

@@ -21,6 +21,7 @@ from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, verify
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config
 from moh_lm.monitor.report.series import RunRecord
+from moh_lm.parallel import consensus
 from moh_lm.parallel.layers import make_parameter
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
@@ -259,7 +260,7 @@ def test_a_long_file_is_flushed_in_parts_that_report_progress(tmp_path, monkeypa
 
 def test_waiting_for_other_ranks_is_progress_while_they_write(monkeypatch):
     other, reported = [(True, 1), (True, 2), (True, 2), (True, 2), (False, 3)], []
-    monkeypatch.setattr(saver, "from_all_ranks", lambda own: [own, other.pop(0)])
-    here = SimpleNamespace(progress=lambda: reported.append(len(other)))
-    Saver.wait(here, SimpleNamespace(join=lambda seconds: None, is_alive=lambda: False, blocks=1))
+    monkeypatch.setattr(consensus, "from_all_ranks", lambda own: [own, other.pop(0)])
+    thread = SimpleNamespace(join=lambda seconds: None, is_alive=lambda: False, blocks=1)
+    consensus.wait_for_all(thread, lambda: reported.append(len(other)))
     assert reported == [4, 3, 0]

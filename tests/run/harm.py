@@ -4,6 +4,7 @@ import math
 import os
 
 from moh_lm.checkpoint.saver import NonFiniteState
+from moh_lm.compared import Differs
 from moh_lm.training.engine import Engine
 from moh_lm.training.guard import BadNumbers
 from tests.training.runs import run
@@ -31,7 +32,7 @@ def run_with(flags, step, harm, rank=1, count=1):
     Engine.train_step = harmed
     try:
         return run(flags)
-    except (BadNumbers, NonFiniteState) as error:
+    except (BadNumbers, Differs, NonFiniteState) as error:
         return str(error)
 
 

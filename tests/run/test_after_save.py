@@ -1,5 +1,7 @@
 """--after-save: the command gets every complete checkpoint, and nothing that it does changes the run."""
 
+import itertools
+import math
 import os
 import time
 from types import SimpleNamespace
@@ -60,9 +62,12 @@ def test_commands_run_one_after_the_other(tmp_path):
     assert (tmp_path / "order").read_text().split() == [f"step-{step}" for step in range(5)] and not log.rows
 
 
-@pytest.mark.parametrize("limit, asked_to_stop", [(1, ()), (900, (1,))])
+SOON = itertools.chain([math.inf] * 5, itertools.repeat(1))
+
+
+@pytest.mark.parametrize("limit, asked_to_stop", [(1, ()), (900, (lambda: 1,)), (900, (lambda: next(SOON),))])
 def test_a_command_that_never_ends_is_ended_after_the_run(limit, asked_to_stop, tmp_path):
-    """Sooner if the run was asked to stop."""
+    """Sooner if the run was asked to stop, before or meanwhile."""
     log, progress = Recorded(), SimpleNamespace(calls=0)
     after_save = AfterSave(f"echo $$ > {tmp_path}/pid; sleep 1000", log, limit)
     for step in (1, 2):

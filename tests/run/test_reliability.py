@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from moh_lm.compared import Differs
 from moh_lm.run import loop
 from tests.distributed import run_ranks
 from tests.run.harm import EVERY_STEP, nan_in_the_loss, run_with
@@ -129,6 +130,17 @@ def test_the_ranks_of_a_failed_run_wait_for_its_report(data_dir, tmp_path):
     assert run_ranks(run_with_a_slow_page, 2, flags, tmp_path / "page") == [True, True]
 
 
+def record_another_graph(engine):
+    raise Differs("a captured micro-batch differs")
+
+
+def test_a_graph_that_differs_loses_no_save_in_the_background(data_dir, tmp_path):
+    more = ("--async-save", "true", "--run-report")
+    (told,) = run_ranks(run_with, 1, arguments(data_dir, tmp_path, *EVERY_STEP, *more), 4, record_another_graph, 0)
+    assert told == f"step 4: a captured micro-batch differs; the last checkpoint is {tmp_path}/checkpoints/step-3"
+    assert [event["step"] for event in events(tmp_path, "failed")] == [4]
+
+
 # --- Spikes ---
 
 
@@ -156,7 +168,14 @@ def flip_a_bit_of_a_weight(engine):
     bits.view(-1)[77] ^= 1  # the lowest bit: no loss would show it
 
 
-@pytest.mark.parametrize("more", [("--precision", "bf16", "--zero-stage", "2"), ("--micro-batch-size", "1")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--precision", "bf16", "--zero-stage", "2"),
+        ("--micro-batch-size", "1"),
+        ("--precision", "bf16", "--train-only", "router"),  # where the weight is frozen
+    ],
+)
 def test_a_flipped_bit_in_a_copy_of_a_weight_is_repaired(data_dir, tmp_path, more):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, "--replica-check-interval", "1", *more)
     assert run_ranks(run_with, 2, flags, 4, flip_a_bit_of_a_weight) == [True, True]
@@ -166,7 +185,13 @@ def test_a_flipped_bit_in_a_copy_of_a_weight_is_repaired(data_dir, tmp_path, mor
     assert equal(state(tmp_path, 4), state(tmp_path, 3))
 
 
-MASTERS = "rewriting the weights from their fp32 masters did not help"
+MASTERS = "no fp32 master could repair this"
+
+
+def test_a_flipped_bit_in_a_frozen_weight_without_a_master_ends_the_run(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, "--replica-check-interval", "1", "--train-only", "router")
+    one, other = run_ranks(run_with, 2, flags, 4, flip_a_bit_of_a_weight)
+    assert one == other and "differ in model.layers.1.self_attn.k_proj.weight" in one and MASTERS in one
 
 
 def flip_a_bit_of_a_master(engine):
@@ -200,5 +225,5 @@ def test_a_bias_that_differs_between_ranks_ends_the_run(data_dir, tmp_path, zero
     more = (*EVERY_STEP, "--zero-stage", zero, "--load-balance-bias-rate", "0.02")
     one, other = run_ranks(run_with, 2, arguments(data_dir, tmp_path, *more), 3, flip_a_bit_of_a_bias)
     assert one == other and one.startswith(
-        "step 3: ranks 0 and 1 differ in model.layers.1.self_attn.router.bias_steps; rewriting the weights from"
+        "step 3: ranks 0 and 1 differ in model.layers.1.self_attn.router.bias_steps; no fp32 master could repair"
     )

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import time
 
 import pytest
 import torch
@@ -16,15 +17,40 @@ from moh_lm.checkpoint import manifest
 from moh_lm.checkpoint.fragments import Fragment
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.writers import Writers
+from moh_lm.parallel import consensus
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.run.intact import sound_step, trace_of_checkpoints
 from moh_lm.run.resume import contradictions, tokenizer_changes
 from moh_lm.run.text import budget_problems
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
+
+
+def progress_of_a_resume(checkpoints):
+    """How often ``sound_step`` reports progress on this rank, when rank 0 alone has a file, which it reads slowly."""
+    consensus.ROUND_S, calls, difference = 0.05, [], manifest.difference
+
+    def slow(*given):
+        for _ in range(10):
+            time.sleep(0.1)
+            given[-1]()  # progress
+        return difference(*given)
+
+    manifest.difference = slow
+    sound_step(checkpoints, EventLog(checkpoints.parent, writes=False), lambda: calls.append(None))
+    return len(calls)
+
+
+def test_a_rank_without_a_file_reports_the_progress_of_others(tmp_path):
+    step = tmp_path / "checkpoints/step-1"
+    step.mkdir(parents=True)
+    write_json(step / "state.json", {"step": 1})
+    manifest.write_manifest(step, {"state.json": manifest.describe(step / "state.json")})
+    assert min(run_ranks(progress_of_a_resume, 2, step.parent)) >= 5
 
 
 def fail(number, path=None):
