@@ -13,20 +13,21 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.directory import list_steps, point_latest, refuse_dangling, set_aside, step_number
-from moh_lm.checkpoint.manifest import NO_SUCH_FILE, verify
+from moh_lm.checkpoint.manifest import NO_SUCH_FILE, is_whole, verify
 from moh_lm.config import ConfigError
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
-from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks, together
+from moh_lm.parallel.consensus import all_ranks_or_raise, from_all_ranks, on_rank_zero, problems_of_all_ranks, together
 from moh_lm.parsing import read_json
 from moh_lm.supervise.processes import log_rank0
+from moh_lm.supervise.rendezvous import Unreachable
 
 
 def sound_step(directory, event_log, progress):
     """Return the newest step whose files match its manifest, or None if this run has never saved one.
 
     Rank 0 names the steps, each rank reads a share of the files, and all ranks learn the result. Raises ConfigError if
-    there were checkpoints and none is intact, or if a file cannot be read.
+    there were checkpoints and none is intact, or if a file cannot be read; Unreachable if nodes see different files.
     """
     damaged = {}
     for step in on_rank_zero(lambda: list_steps(directory)):
@@ -36,6 +37,9 @@ def sound_step(directory, event_log, progress):
             on_rank_zero(lambda step=step: refuse_dangling(directory, step))
             on_rank_zero(lambda step=step: settle(step, damaged, event_log))
             return step
+        if len(set(from_all_ranks(is_whole(step)))) > 1:
+            late = "some nodes see all of its files, others do not yet; start the run again"
+            raise Unreachable([f"{step}: {late}"])
         damaged[step] = problems
         for problem in problems:
             log_rank0(f"DAMAGED CHECKPOINT: {problem}")

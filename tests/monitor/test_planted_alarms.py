@@ -80,12 +80,13 @@ def test_a_source_whose_loss_is_not_finite_fires_and_is_over(data_dir, tmp_path)
 
 
 def run_with_a_slow_device(flags, victim, stop_after=None):
-    """Each forward pass of the rank ``victim`` takes a second longer."""
+    """Each forward pass of the rank ``victim`` takes a second longer, and all take longer than a busy machine's
+    pauses."""
     freeze = Engine.freeze
 
     def slow(engine):
-        if os.environ["RANK"] == victim:
-            engine.model.register_forward_hook(lambda *_: time.sleep(1))
+        seconds = 1 if os.environ["RANK"] == victim else 0.1
+        engine.model.register_forward_hook(lambda *_: time.sleep(seconds))
         freeze(engine)
 
     Engine.freeze = slow

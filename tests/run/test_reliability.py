@@ -36,6 +36,7 @@ LAYOUTS = {
     "zero2": ("--zero-stage", "2"),
     "zero3": ("--zero-stage", "3"),
     "tp": ("--tensor-parallel-size", "2"),
+    "cp": ("--context-parallel-size", "2"),
 }
 
 
@@ -46,6 +47,7 @@ LAYOUTS = {
         ("zero2", nan_in_a_weight, True),
         ("zero3", nan_in_the_loss, True),
         ("tp", nan_in_the_loss, True),
+        ("cp", nan_in_the_loss, True),
         ("tp", nan_in_the_gradient_of_a_norm, False),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -62,8 +64,9 @@ def test_a_bad_number_on_one_rank_is_recorded_and_skipped(
     assert event["step"] == 4 and event["step_samples"] == [24, 31]
     assert event["reason"] in ("loss not finite", "gradient not finite")
     if located:
-        assert event["ranks"] == ([0, 1] if layout == "tp" else [1])  # tensor-parallel ranks share their samples
-        assert set(event["samples"]) <= set(range(24, 32) if layout == "tp" else range(28, 32)) and event["samples"]
+        shared = layout in ("tp", "cp")  # such ranks share their samples
+        assert event["ranks"] == ([0, 1] if shared else [1])
+        assert set(event["samples"]) <= set(range(24, 32) if shared else range(28, 32)) and event["samples"]
         assert set(event["sources"]) <= {"even", "odd"} and event["sources"]
     logged = {row["step"]: row for row in training_rows(tmp_path)}
     assert [logged[step]["skipped_steps"] for step in range(1, 6)] == [0, 0, 0, 1, 0]
@@ -174,6 +177,7 @@ def flip_a_bit_of_a_weight(engine):
         ("--precision", "bf16", "--zero-stage", "2"),
         ("--micro-batch-size", "1"),
         ("--precision", "bf16", "--train-only", "router"),  # where the weight is frozen
+        ("--precision", "bf16", "--context-parallel-size", "2"),
     ],
 )
 def test_a_flipped_bit_in_a_copy_of_a_weight_is_repaired(data_dir, tmp_path, more):

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moh_lm import pretrain
 from moh_lm.checkpoint import directory as steps
 from moh_lm.checkpoint import manifest
 from moh_lm.checkpoint.fragments import Fragment
+from moh_lm.checkpoint.manifest import write_manifest
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import write_json
@@ -26,6 +28,7 @@ from moh_lm.parallel.layers import make_parameter
 from moh_lm.run.intact import sound_step, trace_of_checkpoints
 from moh_lm.run.resume import contradictions, tokenizer_changes
 from moh_lm.run.text import budget_problems
+from moh_lm.supervise.rendezvous import Unreachable
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
 
@@ -49,8 +52,39 @@ def test_a_rank_without_a_file_reports_the_progress_of_others(tmp_path):
     step = tmp_path / "checkpoints/step-1"
     step.mkdir(parents=True)
     write_json(step / "state.json", {"step": 1})
-    manifest.write_manifest(step, {"state.json": manifest.describe(step / "state.json")})
+    write_manifest(step, {"state.json": manifest.describe(step / "state.json")})
     assert min(run_ranks(progress_of_a_resume, 2, step.parent)) >= 5
+
+
+def find_with_a_late_file(run):
+    """What ``sound_step`` raises on this rank while rank 1 does not see a file of the newest step; what it finds
+    afterwards."""
+    checkpoints, event_log = run / "checkpoints", EventLog(run, writes=dist.get_rank() == 0)
+    stat, describe = Path.stat, manifest.describe
+
+    def late(original):
+        def call(path, *more, **named):
+            if dist.get_rank() == 1 and path.name == "state.json":
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+            return original(path, *more, **named)
+
+        return call
+
+    Path.stat, manifest.describe = late(stat), late(describe)
+    with pytest.raises(Unreachable) as raised:
+        sound_step(checkpoints, event_log, lambda: None)
+    Path.stat, manifest.describe = stat, describe
+    return str(raised.value), sound_step(checkpoints, event_log, lambda: None)
+
+
+def test_a_step_that_not_all_nodes_see_yet_is_not_set_aside(tmp_path):
+    step = tmp_path / "checkpoints/step-1"
+    step.mkdir(parents=True)
+    write_json(step / "rank-0.json", {})
+    write_json(step / "state.json", {"step": 1})  # the second file, which rank 1 verifies
+    write_manifest(step, {path.name: manifest.describe(path) for path in step.iterdir()})
+    expected = f"{step}: some nodes see all of its files, others do not yet; start the run again", step
+    assert run_ranks(find_with_a_late_file, 2, tmp_path) == [expected] * 2
 
 
 def fail(number, path=None):
