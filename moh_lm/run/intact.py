@@ -31,13 +31,14 @@ def sound_step(directory, event_log, progress):
     """
     damaged = {}
     for step in on_rank_zero(lambda: list_steps(directory)):
+        whole = is_whole(step)  # now, because a late file may be there after the verification
         problems = all_ranks_or_raise(lambda step=step: together(partial(damage, step), progress))
         problems = problems_of_all_ranks(problems)
         if not problems:
             on_rank_zero(lambda step=step: refuse_dangling(directory, step))
             on_rank_zero(lambda step=step: settle(step, damaged, event_log))
             return step
-        if len(set(from_all_ranks(is_whole(step)))) > 1:
+        if len(set(from_all_ranks(whole))) > 1:
             late = "some nodes see all of its files, others do not yet; start the run again"
             raise Unreachable([f"{step}: {late}"])
         damaged[step] = problems

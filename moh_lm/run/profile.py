@@ -68,10 +68,12 @@ class StepProfile:
     def write(self, profiler):
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"steps-{self.first}-{self.last}-rank-{dist.get_rank()}"
-        if self.snapshots:
-            torch.cuda.memory._dump_snapshot(str(self.directory / f"{name}.memory.pickle"))
-        self.running.close()
-        profiler.export_chrome_trace(str(self.directory / f"{name}.pt.trace.json.gz"))
+        try:
+            if self.snapshots:
+                torch.cuda.memory._dump_snapshot(str(self.directory / f"{name}.memory.pickle"))
+        finally:
+            self.running.close()
+            profiler.export_chrome_trace(str(self.directory / f"{name}.pt.trace.json.gz"))
         log_rank0(f"wrote the profile of steps {self.first} to {self.last} to {self.directory}")
 
     def attempt(self, work):

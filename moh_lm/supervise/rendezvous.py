@@ -30,8 +30,8 @@ class RendezvousError(ConfigError):
 
 
 class Unreachable(RendezvousError):
-    """Ranks are missing, unreachable or without a GPU. The same start may succeed later, or on other machines, unless
-    the network's settings or the secret are to blame."""
+    """Ranks are missing, unreachable or without a GPU, or see other files than the rest. The same start may succeed
+    later, or on other machines, unless the network's settings or the secret are to blame."""
 
 
 def rendezvous_store(backend):

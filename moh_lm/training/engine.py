@@ -181,7 +181,7 @@ class Engine:
             raise BadNumbers("; ".join(out_of_range[:3] + more))
         lasting = problems_of_all_ranks(self.replicas.differences()) if code == DIVERGENCE else []
         if lasting:
-            raise BadNumbers(f"{'; '.join(lasting)}; no fp32 master could repair this")
+            raise BadNumbers(f"{'; '.join(lasting)}, which cannot be repaired")
 
     def largest_weight(self):
         """Return the largest magnitude of this rank's master and frozen weights, []; NaN if one is NaN."""
@@ -189,11 +189,14 @@ class Engine:
         return torch.stack([size.to(self.device, torch.float64) for size in sizes]).max()
 
     def out_of_range_weights(self):
-        """Return sentences for this rank's masters, frozen ones too, that cannot come from training."""
+        """Return sentences for this rank's master and frozen weights that cannot come from training."""
         masters = {fragment.name: fragment.tensors["master"] for fragment in self.fragments()}
         # not the biases of routers, whose counts grow with the steps
         masters = {name: master for name, master in masters.items() if master.is_floating_point()}
-        return self.guard.out_of_range_weights(masters)
+        names, frozen = {p: name for name, p in self.named_parameters()}, self.frozen.weights()
+        frozen = {names[parameter]: weight for parameter, weight in frozen.items()}
+        found = self.guard.out_of_range_weights(masters, "in its fp32 master")
+        return found or self.guard.out_of_range_weights(frozen, "and is frozen")
 
     def watch_gradient(self, module, inputs, output):
         if output.requires_grad:

@@ -73,11 +73,11 @@ class Guard:
         """Return whether the largest magnitude of a master weight can come from training."""
         return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
 
-    def out_of_range_weights(self, masters):
-        """Return sentences for those of the weights' ``masters``, {name: tensor}, that cannot come from training."""
-        sizes = {name: largest(master).item() for name, master in masters.items()}
+    def out_of_range_weights(self, weights, where):
+        """Return sentences for those of ``weights``, {name: tensor}, that cannot come from training."""
+        sizes = {name: largest(weight).item() for name, weight in weights.items()}
         return [
-            f"{name} holds {size:.4g} in its fp32 master, which cannot come from training (--absurd-factor)"
+            f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
             for name, size in sizes.items()
             if not self.is_finite_and_bounded(size)
         ]

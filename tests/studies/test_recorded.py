@@ -246,7 +246,7 @@ def test_losses_and_differences_of_the_history_are_those_of_the_published_runs()
     assert f"ends {lower} lower than at 0.008" in later
     assert f"minus `gated-50` is {interval(losses['s2', 'sigmoid-50'], gated)} instead" in later
 
-    rates, differences, five, of_m2, pairs_of_m2 = tables_of(later.partition("On that day")[2])
+    rates, differences, five, of_m2, pairs_of_m2 = tables_of(later.partition("On 2026-11-28 11 arms")[2])
     factors, first_three = rates[0][1:-1], {key: {n: of[n] for n in (1, 2, 3) if n in of} for key, of in found.items()}
     chosen, whole, larger = {}, {}, {}
     for arm, *cells, minus in rates[2:]:
