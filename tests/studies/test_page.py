@@ -57,16 +57,32 @@ def tokens_ratio(losses, arm):
         loss = losses["s2", arm][seed]
         slope = (once - half) if loss > once else (twice - once)
         logs.append((loss - once) / slope * math.log(2))
-    return f"{math.exp(statistics.fmean(logs)):.2f}"
+    return math.exp(statistics.fmean(logs))
 
 
-def test_the_table_has_the_losses_of_the_runs(losses):
+@pytest.fixture(scope="module")
+def seconds():
+    """{arm: seconds of a step over those of dense}, the median over the rounds of the history."""
+    history = (ROOT / "docs/history/study.md").read_text()
+    (table,) = tables_of(history.partition("## The seconds of a step")[2].partition("\n## ")[0])
+    rounds = {arm: list(map(float, of)) for arm, *of, _ in table[2:]}
+    for arm, *_, said in table[2:]:
+        assert said == f"{relative(rounds, arm):.3f}", arm
+    return {arm: relative(rounds, arm) for arm in rounds}
+
+
+def relative(rounds, arm):
+    return statistics.median(own / dense for own, dense in zip(rounds[arm], rounds["dense"], strict=True))
+
+
+def test_the_table_has_the_losses_and_the_seconds_of_the_runs(losses, seconds):
     rows = next(table for table in tables_of(PAGE) if "Sc" in table[0])[2:]
     assert [arm for arm, *_ in rows if not arm.startswith("dense-")] and len(rows) == len(TABLE.variants) - 2
-    for arm, _, at_s2, at_m2, scaled, *_ in rows:
+    for arm, _, at_s2, at_m2, scaled, at_equal_seconds, *_ in rows:
         if arm != "dense":
             assert [at_s2, at_m2] == [difference(losses, size, arm, "dense") for size in SEEDS], arm
-            assert scaled == (tokens_ratio(losses, arm) if at_s2 else ""), arm
+            worth = tokens_ratio(losses, arm)
+            assert [scaled, at_equal_seconds] == [f"{worth:.2f}", f"{worth / seconds[arm]:.2f}"], arm
 
 
 def test_sentences_have_the_differences_of_the_runs(losses):
@@ -90,4 +106,4 @@ def test_parameters_of_the_table_are_those_of_the_models(arm):
         return sum(weight.numel() for key, weight in named if "embed_tokens" not in key and "lm_head" not in key)
 
     (row,) = (row for table in tables_of(PAGE) if "Sc" in table[0] for row in table if row[0] == arm)
-    assert row[5].partition(", ")[2] == f"{outside(arm) / outside('dense'):.2f}"
+    assert row[6].partition(", ")[2] == f"{outside(arm) / outside('dense'):.2f}"
