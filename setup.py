@@ -36,7 +36,7 @@ setup(
     install_requires=[
         "torch>=2.10",  # earlier ones cannot compile mm with out_dtype, see wide_linear.py
         "deepspeed~=0.19.8",  # its optimizers are read through private attributes, so not any newer series
-        "sentencepiece>=0.2",
+        "sentencepiece>=0.2.2",
         "pyyaml",  # files of --config
         "protobuf",  # for sentencepiece_model_pb2, which sentencepiece brings without it
         "numpy",

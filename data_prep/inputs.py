@@ -49,7 +49,7 @@ class Source:
     pieces: list[Piece] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)  # sentences about these files
     copies: list[Piece] = field(default_factory=list)  # files with the same content as another one
-    paths: set[str] = field(default_factory=set)  # paths of all files
+    paths: set[str] = field(default_factory=set)  # paths of all files, of those that cannot be read too
 
     def arrange(self):
         """Sort the pieces, and move those that repeat the content of an earlier one to ``copies``."""
@@ -114,6 +114,8 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
         else:
             searched = glob.escape(root) + pattern[len(root) :]
             matches = [pattern] if os.path.lexists(pattern) else glob.glob(searched, recursive=True)
+            if ".." in root.split(os.sep):  # after a link, what it means depends on where the link leads
+                matches, root = [os.path.realpath(root) + path[len(root) :] for path in matches], os.path.realpath(root)
             found = [os.path.abspath(path) for path in matches if not os.path.isdir(path)]  # a broken link is reported
             if found and "**" not in pattern and len(found) < len(matches):
                 deeper = os.path.join(os.path.dirname(pattern), "**", os.path.basename(pattern))
@@ -162,9 +164,9 @@ def inspect_files(files: list[tuple[str, str]], unreadable: list[str]) -> Iterat
 
 def recognized_sources(
     directories: list[str], text_key: str, elsewhere: set[str], only: list[str]
-) -> tuple[dict[str, list[Piece]], list[str], list[str], dict[str, list[str]]]:
-    """Return {source: its files below ``directories``}, sentences for unreadable files, remarks for the user, and
-    {reason: files that are left out}.
+) -> tuple[dict[str, Source], list[str], list[str], dict[str, list[str]]]:
+    """Return {source: its files below ``directories``, and the paths of all that cannot be read}, sentences for these,
+    remarks for the user, and {reason: files that are left out}.
 
     Files in ``elsewhere`` (real paths) have been named already. If ``only`` is given, only these sources are kept. A
     file that mixes sources is in each of them. A file of an unknown corpus counts as unreadable, and a remark says so
@@ -177,8 +179,10 @@ def recognized_sources(
         left_out[DOCUMENTATION] += no_data
         files = [file for file in files if os.path.realpath(file[0]) not in elsewhere]
         elsewhere = elsewhere | {os.path.realpath(path) for path, _ in files}
+        unread = {path for path, _ in files}
         for piece in inspect_files(files, unreadable):
             if not piece.size:
+                unread.remove(piece.path)
                 left_out[DOCUMENTATION].append(piece.path)
                 continue
             try:
@@ -186,7 +190,9 @@ def recognized_sources(
             except InputError as error:
                 unreadable.append(str(error))
                 continue
-            if not names:
+            if names:
+                unread.remove(piece.path)
+            else:
                 unknown.append(f"{piece.path}: {description}")
             kept = [name for name in names if not only or name in only]
             if kept and (why := reason_to_leave_out(piece.name, names)):
@@ -194,8 +200,11 @@ def recognized_sources(
                 continue
             found.update(names)
             for name in kept:
-                sources.setdefault(name, []).append(replace(piece, source=name) if len(names) > 1 else piece)
-    if len(variants := variants_of_c4(piece.path for piece in sources.get("c4", ()))) > 1:
+                source = sources.setdefault(name, Source())
+                source.pieces.append(replace(piece, source=name) if len(names) > 1 else piece)
+        for source in sources.values():
+            source.paths |= unread
+    if len(variants := variants_of_c4(piece.path for piece in sources.get("c4", Source()).pieces)) > 1:
         raise ConfigError([
             f"--recognize {' '.join(directories)}: holds {' and '.join(variants)} of C4, which share most of their "
             "texts; move all but one away, or leave c4 out with --only and name one with --source c4=GLOB"

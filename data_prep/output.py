@@ -20,7 +20,7 @@ from data_prep.inputs import LEFT_OUT, Source, same_content
 from data_prep.storage import exists, is_remote
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, beside, publish, read_json
+from moh_lm.data.files import ShardError, beside, json_bytes, publish, read_json, seal
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import REPLACED, REPLACING, TOKENIZER_FILES, read_note
 from moh_lm.parsing import parse_json
@@ -79,8 +79,9 @@ def check_source_names(output: Path, names: Iterable[str]):
 
 def replaced_shards(
     output: Path, sources: dict[str, Source], units: list[Unit], tokenizer: Tokenizer
-) -> list[Path]:
-    """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units.
+) -> tuple[list[Path], set[str]]:
+    """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units, and the sources where such
+    a shard has a file that cannot be read now.
 
     A file of the same content is the same input: it was moved, or is a copy. Raises ConfigError, before any work is
     done, if such a shard also holds other files, which would be lost with it, if a shard was made with a different
@@ -95,8 +96,14 @@ def replaced_shards(
     }  # fmt: skip
 
     @cache
+    def real_paths():
+        return {(name, os.path.realpath(path)) for name, path in inputs if not is_remote(path)}
+
+    @cache
     def input_of(source, path, size, sample):
         if (source, path) in inputs:
+            return path
+        if not is_remote(path) and (source, os.path.realpath(path)) in real_paths():
             return path
         piece = contents.get((source, size, sample)) if size else None
         if piece is None:
@@ -104,7 +111,7 @@ def replaced_shards(
         unchanged = os.path.isfile(path) and os.path.getsize(path) == size
         return piece.origin if not unchanged or same_content(piece, replace(piece, path=path)) else None
 
-    replaced = []
+    replaced, unread = [], set()
     for path in sorted(output.glob("[!.]*/*.json")):
         source = path.parent.name
         if (source, path.stem) in planned:
@@ -132,15 +139,17 @@ def replaced_shards(
             ])
         if not mine:
             continue
-        unnamed = [file for file in named if not named[file] and file not in sources[source].paths]
-        others = [file for file in unnamed if exists(file)]  # a file that cannot be read keeps its shard
+        unnamed = [file for file in named if not named[file]]
+        if not sources[source].paths.isdisjoint(unnamed):
+            unread.add(source)
+        others = [file for file in unnamed if file not in sources[source].paths and exists(file)]
         if others:
             raise ConfigError([
                 f"--source {source}: {path} was made from files of this command, such as {mine[0]}, and from "
                 f"{len(others)} others, such as {others[0]}; name all of them, or none"
             ])
         replaced.append(path)
-    return replaced
+    return replaced, unread
 
 
 def describe_tokenizer(facts: dict) -> str:
@@ -161,9 +170,10 @@ def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]
     ]
 
 
-def noted_shards(output: Path, sources: Iterable[str]) -> list[Path]:
-    """The sidecars that the notes of ``sources`` name. Their text is also in other shards, or soon will be."""
-    return [path for name in sources for path in read_note(output / name / REPLACING)]
+def noted_shards(output: Path, sources: Iterable[str]) -> dict[Path, bool]:
+    """The sidecars that the notes of ``sources`` name, and whether they are replaced: other shards have their text, or
+    soon will."""
+    return {path: whole for name in sources for path, whole in read_note(output / name / REPLACING).items()}
 
 
 def note_shards(output: Path, sources: Iterable[str], sidecars: Iterable[Path], replaced: Iterable[Path] = ()):
@@ -215,6 +225,21 @@ def finished_sidecars(output: Path, units: list[Unit]) -> dict[Unit, dict]:
         if all(os.path.getmtime(path) <= written for path in local):
             finished[unit] = sidecar
     return finished
+
+
+def record_moves(output: Path, finished: dict[Unit, dict]):
+    """Write where the inputs of finished units are now into their sidecars, whose times stay. Otherwise, a new file at
+    an old path would be taken for the old input."""
+    for unit, sidecar in finished.items():
+        paths = [piece.origin for piece in unit.pieces]
+        if [made_of["path"] for made_of in sidecar["inputs"]] != paths:
+            sidecar["inputs"] = [
+                made_of | {"path": path} for made_of, path in zip(sidecar["inputs"], paths, strict=True)
+            ]
+            path = beside(output / unit.source / unit.name, ".json")
+            times = path.stat()
+            publish(path, seal(json_bytes(sidecar)))
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def recorded_groups(directory: Path) -> list[list[str]]:

@@ -35,7 +35,7 @@ def file_system(url: str):
     """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs."""
     try:
         files, path = fsspec.url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, TypeError) as error:  # TypeError: a URL without the host that it needs
         raise ConfigError([f"{url}: {error}; pip install -e '.[remote]'"]) from error
     logger = logging.getLogger(type(files).__module__.partition(".")[0])
     if not logger.isEnabledFor(logging.INFO):  # what it says then, often with tracebacks, is in its exceptions too
@@ -88,7 +88,9 @@ def remote_files(pattern: str) -> tuple[list[str], list[str]]:
     except FileNotFoundError:
         return [], []
     folders = [name for name, info in found.items() if info["type"] == "directory"]
-    return [files.unstrip_protocol(name) for name, info in found.items() if info["type"] != "directory"], folders
+    start = pattern.removesuffix(path)  # it has the host, which some file systems leave out of their paths
+    url = files.unstrip_protocol if start == pattern else lambda name: start + name
+    return [url(name) for name, info in found.items() if info["type"] != "directory"], folders
 
 
 def exists(path: str) -> bool:

@@ -130,12 +130,31 @@ def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, i
             batches = reader = pyarrow.ipc.open_stream(file)
         if text_key is not None:
             require_column(piece, text_key, reader.schema)
+        read = (text_key, *(SET_COLUMNS if piece.source else ()))
         row = 0
         for batch in batches:
+            for name in batch.schema.names:
+                if text_key is None or name in read:
+                    check_values(batch.column(name))
             yield batch, row, file.tell()
             row += len(batch)
         if batches is reader and file.tell() < piece.size:
             raise InputError(f"{piece.path}: holds several Arrow streams in a row; put each into its own file")
+
+
+def check_values(column: pyarrow.Array):
+    """Raise ArrowInvalid if values of a column that was read from a file lie outside its buffers: pyarrow would read
+    foreign memory, or crash. Lists are never read. Text that is not UTF-8 is left to those who read it."""
+    kind = column.type
+    if pyarrow.types.is_struct(kind):
+        for number in range(kind.num_fields):
+            check_values(column.field(number))
+    elif pyarrow.types.is_dictionary(kind):
+        pyarrow.DictionaryArray.from_arrays(column.indices, pyarrow.nulls(len(column.dictionary)))  # checks the indices
+        check_values(column.dictionary)
+    elif not is_nested(kind):
+        binary = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+        column.view(binary.get(kind, kind)).validate(full=True)
 
 
 def first_row(piece, text_key: str) -> dict | None:

@@ -17,7 +17,7 @@ from data_prep.workers import NO_ROOM, run_units
 from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
-from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
+from moh_lm.data.shards import TOKENIZER_FILES, UNFINISHED, write_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
 from moh_lm.units import counted
 
@@ -61,7 +61,7 @@ def fill(
     options = Options(flags.text_key, not flags.no_shuffle, flags.bos, flags.engine)
     with told("comparing the inputs with existing shards"):
         units = plan(sources, output, flags.unit_size, tokenizer, options)
-        replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
+        replaced, unread = data_directory.replaced_shards(output, sources, units, tokenizer)
         finished = finished_sidecars(output, units)
     for name, source in sources.items():
         failures[name] += source.unreadable
@@ -80,16 +80,23 @@ def fill(
         print(plan_line(name, source, complete, left_out), flush=True)
 
     noted = data_directory.noted_shards(output, sources)
-    data_directory.note_shards(output, sources, {*noted, *replaced})
+    settled = [path for path in sorted(data_directory.not_planned(noted, units)) if noted[path]]
+    data_directory.note_shards(output, sources, {*noted, *replaced}, settled)
+    for name in sources:
+        (output / name / UNFINISHED).touch()
     make_shards(units, finished, failures, flags, options)
+    for name in sources:
+        (output / name / UNFINISHED).unlink(missing_ok=True)
+    data_directory.record_moves(output, finished)
     absent = classify(units, finished, failures, flags)
-    incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
+    incomplete = unread | {unit.source for unit in units if unit not in finished}
+    incomplete |= {name for name in sources if failures[name]}
     kept = [path for path in replaced if path.parent.name in incomplete]
     doubled = data_directory.doubled_shards(kept, finished)
     replaced = [path for path in replaced if path.parent.name not in incomplete]
     nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     unsettled = data_directory.not_planned(noted, units) | {path for path in noted if path.parent.name in incomplete}
-    leaving = [*replaced, *nothing]
+    leaving = [*dict.fromkeys([*replaced, *nothing, *settled])]
     data_directory.note_shards(output, sources, {*doubled, *unsettled, *leaving}, leaving)
     try:
         if doubled:
@@ -104,7 +111,7 @@ def fill(
         failures[""].append(str(error))
     else:
         for path in leaving:
-            path.unlink()  # the sidecar; the sweep removes files without one
+            path.unlink(missing_ok=True)  # the sidecar; the sweep removes files without one
         data_directory.note_shards(output, sources, [])
         print_others(manifest, [name for name in sources if name not in incomplete], units)
         if replaced:
@@ -138,8 +145,10 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
     if flags.recognize:
         named = {os.path.realpath(path) for source in sources.values() for path in source.paths}
         found, unreadable, remarks, left_out = recognized_sources(flags.recognize, flags.text_key, named, flags.only)
-        for name, pieces in found.items():
-            sources.setdefault(name, Source()).pieces += pieces
+        for name, files in found.items():
+            source = sources.setdefault(name, Source())
+            source.pieces += files.pieces
+            source.paths |= files.paths
         for remark in remarks:
             print(remark)
         if not sources and not unreadable:

@@ -98,7 +98,8 @@ def divide(
 
     kept = grouped_before(groups, small, has_shard)
     single = without(small, kept)
-    formed = put_together(single, MANY)
+    alike = len({piece.name for piece in single}) < len(single)
+    formed = [group for files in (by_folder(single) if alike else [single]) for group in put_together(files, MANY)]
     if not formed:
         texts = by_folder(piece for piece in single if piece.form == "text")
         formed = [group for files in texts for group in put_together(files, many_texts)]
@@ -117,7 +118,7 @@ def divide(
 
 
 def by_folder(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Divide ``pieces`` by the folder in which their names begin, since names may be equal in several folders."""
+    """Divide ``pieces`` by the folder in which their names begin: names may be equal in several, and are recorded."""
     folders = {}
     for piece in pieces:
         folders.setdefault(piece.path.removesuffix(piece.name), []).append(piece)

@@ -51,8 +51,9 @@ class Account:
 def too_many_bad(dropped: dict[str, int], documents: int, max_bad_fraction: float | None) -> str | None:
     """Return a sentence if there are more bad records than ``max_bad_fraction`` or, without it, the defaults allow."""
     bad = sum(count for reason, count in dropped.items() if reason not in HARMLESS)
-    total = bad + documents
-    if max_bad_fraction is None and bad <= USUAL_NUMBER and (bad <= 9 * documents or not documents):
+    good = documents + dropped.get("of another set", 0)
+    total = bad + good
+    if max_bad_fraction is None and bad <= USUAL_NUMBER and (bad <= 9 * good or not good):
         return nothing_read(dropped, documents)
     allowed = USUAL_FRACTION if max_bad_fraction is None else max_bad_fraction
     if bad <= allowed * total:

@@ -36,6 +36,7 @@ UNIT = {  # the types of the values of an entry in the manifest
 }  # fmt: skip
 SUFFIXES = (".bin", ".idx", ".json")
 REPLACING = ".replacing"  # in the directory of a source: sidecars whose text newer shards also have, or soon will
+UNFINISHED = ".unfinished"  # in the directory of a source while its shards are made
 REPLACED = " replaced"  # after the name of a sidecar there: others have all of its text
 NUMPY_TYPES = {np.dtype(code).name: np.dtype(code) for code in DTYPES.values()}
 # A tokenizer is the first of these (SentencePiece's, LLaMA-3's), or the others (Hugging Face's; the last is optional).
@@ -76,6 +77,7 @@ class ShardWriter:
         self.temporary = files.temporary_name(files.beside(self.prefix, ".bin"))
         self.temporary.unlink(missing_ok=True)  # left by a killed process with the same number
         self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed by __exit__)
+        self.began = self.temporary.stat().st_mtime_ns
         return self
 
     def __exit__(self, *exception):
@@ -118,7 +120,9 @@ class ShardWriter:
         files.beside(self.prefix, ".json").unlink(missing_ok=True)
         os.replace(self.temporary, files.beside(self.prefix, ".bin"))
         files.publish(files.beside(self.prefix, ".idx"), index)
-        files.publish(files.beside(self.prefix, ".json"), files.seal(files.json_bytes(sidecar)))
+        path = files.beside(self.prefix, ".json")
+        files.publish(path, files.seal(files.json_bytes(sidecar)))
+        os.utime(path, ns=(self.began, self.began))  # an input that was changed since then is newer
         return sidecar
 
 
@@ -130,9 +134,14 @@ def write_manifest(data_dir: str | Path, leaving: Sequence[Path] = ()) -> dict:
      "sources": {NAME: {"tokens", "documents", "units": {UNIT: result of ``unit_entry``}}}}
 
     Raises ShardError if shards differ in their tokenizer, if two shards of a source were made from the same input, or
-    if a command that was to replace shards has not removed them.
+    if a command was stopped before it had made all shards of a source, or had removed those that it replaced.
     """
     leaving = set(leaving)
+    for mark in sorted(Path(data_dir).glob(f"[!.]*/{UNFINISHED}")):
+        raise ShardError(
+            f"{mark.parent}: is not finished, because its command was stopped; run data_prep/tokenize.py for "
+            f"{mark.parent.name} again, or remove {mark} to use the shards that are there"
+        )
     for note in sorted(Path(data_dir).glob(f"[!.]*/{REPLACING}")):
         noted = read_note(note)
         leaving |= {path for path, is_replaced in noted.items() if is_replaced}

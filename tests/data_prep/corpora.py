@@ -91,4 +91,4 @@ def sources_below(directory, only=(), text_key="text"):
     """Source -> sorted names of its files."""
     sources, unreadable, *_ = recognized_sources([str(directory)], text_key, set(), list(only))
     assert not unreadable
-    return {source: sorted(piece.name for piece in pieces) for source, pieces in sources.items()}
+    return {source: sorted(piece.name for piece in files.pieces) for source, files in sources.items()}

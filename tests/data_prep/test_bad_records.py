@@ -159,3 +159,15 @@ def test_blank_lines_and_empty_texts_are_not_bad(model, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a", ""]) + b"\n\n")
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl", max_bad_fraction=0)
     assert shards(tmp_path / "out", "a")[0].sidecar["dropped"] == {"blank line": 2, "empty text": 1}
+
+
+def test_bad_lines_of_a_mixed_file_are_measured_against_all_of_its_records(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "USUAL_NUMBER", 2)
+    records = [
+        json.dumps({"text": f"{number}", "meta": {"redpajama_set_name": name}})
+        for number, name in enumerate(["RedPajamaC4"] * 400 + ["RedPajamaBook"] * 2)
+    ]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x.jsonl").write_text("\n".join([*records, "{broken", "{broken", "{broken", ""]))
+    tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
+    assert sorted(decoded(tmp_path / "out", "slimpajama-books", model)) == ["400", "401"]

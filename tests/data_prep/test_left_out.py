@@ -92,7 +92,7 @@ def test_a_value_that_python_cannot_hold_fails_the_file(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     (tmp_path / "dolma/x.parquet").unlink()
     found, _, *_ = recognized_sources([str(tmp_path)], "text", set(), ["slimpajama-c4"])
-    (piece,) = found["slimpajama-c4"]
+    (piece,) = found["slimpajama-c4"].pieces
     assert [(document.text, document.dropped) for document in documents(piece, "text")] == [
         ("a", None), (None, "bad UTF-8"),
     ]

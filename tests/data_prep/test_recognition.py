@@ -140,7 +140,8 @@ def test_a_file_that_mixes_sets_gives_each_source_its_documents(name, tmp_path):
         write(tmp_path / name, *({"text": text, **record} for text, record in zip(texts, content, strict=True)))
     sources, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
     assert sorted(sources) == sorted(set(expected))
-    for source, (piece,) in sources.items():
+    for source, files in sources.items():
+        (piece,) = files.pieces
         found = list(documents(piece, "text"))
         assert [document.text for document in found if document.text] == [t for t in texts if t.endswith(f" {source}")]
         dropped = [document.dropped for document in found if not document.text]

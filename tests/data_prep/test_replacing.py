@@ -2,10 +2,18 @@
 
 import gzip
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+from data_prep import tokenization
+from data_prep import units as units_module
+from data_prep.encoding import Options, Tokenizer
+from data_prep.output import finished_sidecars
+from data_prep.units import plan_units
+from data_prep.writing import tokenize_unit
+from moh_lm.data.shards import ShardWriter
 from tests.tokenizing import decoded, files, json_lines, tokenize
 
 
@@ -86,3 +94,91 @@ def test_a_command_that_dies_while_it_removes_shards_has_named_none_of_them(grow
     assert sorted(decoded(output, "s", model)) == ["new", "newer"]
     assert sorted(decoded(output, "t", model)) == ["added", "moved"]
     assert is_as_fresh(output, sources, model)
+
+
+def test_a_command_for_other_files_settles_what_one_that_died_has_replaced(model, tmp_path, monkeypatch):
+    """It died after the manifest was written, and before the old shard was removed."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(json_lines(["old"]))
+    (tmp_path / "c.jsonl").write_bytes(json_lines(["c"]))
+    tokenize(model, tmp_path / "out", f"s={tmp_path}/in/*")
+    (tmp_path / "in/a.jsonl").write_bytes(json_lines(["new, longer"]))
+    manifest = tokenization.write_manifest
+
+    def dying(*arguments):
+        manifest(*arguments)
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(tokenization, "write_manifest", dying)
+        tokenize(model, tmp_path / "out", f"s={tmp_path}/in/*")
+    tokenize(model, tmp_path / "out", f"s={tmp_path}/c.jsonl")
+    assert sorted(decoded(tmp_path / "out", "s", model)) == ["c", "new, longer"]
+    assert len(list((tmp_path / "out/s").glob("*.json"))) == 2
+
+
+@pytest.mark.parametrize("recognized", [False, True])
+def test_a_damaged_file_of_a_shared_shard_leaves_it_also_when_it_is_recognized(
+    recognized, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(units_module, "MANY", 3)
+    (tmp_path / "in").mkdir()
+    for number in range(6):
+        (tmp_path / f"in/{number}.jsonl").write_bytes(json_lines([f"{number}"], meta={"pile_set_name": "Github"}))
+
+    def again(code):
+        more = {"recognize": tmp_path / "in"} if recognized else {}
+        return tokenize(model, tmp_path / "out", *([] if recognized else [f"pile={tmp_path}/in/*"]), code=code, **more)
+
+    again(0)
+    (tmp_path / "in/3.jsonl").write_bytes(b"%PDF-")
+    _, stderr = again(1)
+    assert f"{tmp_path}/in/3.jsonl: a PDF file" in stderr
+    assert sorted(decoded(tmp_path / "out", "pile", model)) == [*"012345"]
+
+
+def test_a_source_whose_command_was_stopped_is_not_published(model, tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        (tmp_path / f"in/{name}.jsonl").write_bytes(json_lines([name]))
+    (tmp_path / "b.txt").write_text("other")
+    run_units = tokenization.run_units
+
+    def stopped(*arguments):
+        for unit, event, value in run_units(*arguments):
+            yield unit, event, value
+            if event == "done":
+                raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(tokenization, "run_units", stopped)
+        tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    _, stderr = tokenize(model, tmp_path / "out", f"b={tmp_path}/b.txt", code=1)
+    assert (
+        f"{tmp_path}/out/a: is not finished, because its command was stopped; run data_prep/tokenize.py for a" in stderr
+    )
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    assert sorted(decoded(tmp_path / "out", "a", model)) == ["a", "b", "c"]
+    assert decoded(tmp_path / "out", "b", model) == ["other"]
+
+
+def test_an_input_that_changes_before_its_shard_is_published_is_read_again(model, tmp_path, monkeypatch):
+    """In its middle, which no sample has, and after it was read."""
+
+    def content(middle):
+        return json_lines(["x" * 70_000, middle, "y" * 70_000])
+
+    (tmp_path / "in.jsonl").write_bytes(content("old"))
+    (unit,) = plan_units("", "a", [f"{tmp_path}/in.jsonl"], text_key="text", unit_size=10**9)
+    commit = ShardWriter.commit
+
+    def later(shard, facts):
+        time.sleep(0.05)
+        (tmp_path / "in.jsonl").write_bytes(content("new"))
+        return commit(shard, facts)
+
+    (tmp_path / "out/a").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "commit", later)
+        tokenize_unit(unit, Tokenizer(str(model)), Options(), str(tmp_path / "out"), None, lambda *_: None)
+    assert not finished_sidecars(tmp_path / "out", [unit])

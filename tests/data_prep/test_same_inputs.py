@@ -115,3 +115,29 @@ def test_shards_of_inputs_that_are_not_named_are_counted(model, tmp_path):
     stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     (line,) = [line for line in stdout.splitlines() if "does not name" in line]
     assert line == "a keeps 1 shard (2 documents) from inputs that this command does not name"
+
+
+def test_a_new_file_where_a_moved_one_was_is_another_input(model, tmp_path):
+    """Whether or not a command has seen the moved file before."""
+    for seen in (True, False):
+        place = tmp_path / str(seen)
+        (place / "in").mkdir(parents=True)
+        (place / "in/part.jsonl").write_bytes(json_lines(["first"]))
+        tokenize(model, place / "out", f"a={place}/in/*")
+        (place / "in").rename(place / "old")
+        if seen:
+            tokenize(model, place / "out", f"a={place}/old/*")
+        (place / "in").mkdir()
+        (place / "in/part.jsonl").write_bytes(json_lines(["second, longer"]))
+        tokenize(model, place / "out", *(f"a={place}/{name}/*" for name in (["in"] if seen else ["in", "old"])))
+        assert sorted(decoded(place / "out", "a", model)) == ["first", "second, longer"]
+
+
+def test_a_file_that_has_grown_is_the_same_by_another_path(model, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "alias").symlink_to(tmp_path / "in")
+    (tmp_path / "in/a.jsonl").write_bytes(json_lines(["one"]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/alias/*")
+    (tmp_path / "in/a.jsonl").write_bytes(json_lines(["one", "two"]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    assert sorted(decoded(tmp_path / "out", "a", model)) == ["one", "two"]

@@ -5,13 +5,14 @@ import os
 import random
 from itertools import product
 
+import numpy
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
 from data_prep import tables
-from data_prep.containers import InputError
+from data_prep.containers import InputError, reading
 from data_prep.documents import documents, inspect_file
 from data_prep.table_sizes import UNPACKED, largest_batch, largest_page, page_header
 from data_prep.tables import first_row, parquet_batches
@@ -236,3 +237,41 @@ def test_a_batch_larger_than_any_document_is_refused(form, as_dictionary, tmp_pa
     assert "write the table again, with chunksize=100 in pyarrow.feather.write_feather" in str(caught.value)
     pyarrow.feather.write_feather(pyarrow.table({"text": column}), tmp_path / "y", chunksize=10)
     assert read(tmp_path / "y")[0] == column.to_pylist()
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+@pytest.mark.parametrize("end", [200, 2_000_000_000, -2_000_000_000])
+@pytest.mark.parametrize("kind", ["string", "large string", "binary"])
+def test_values_outside_the_file_are_not_read(kind, end, form, tmp_path):
+    """The last offset of a column leads into other columns, or out of memory."""
+    texts = [f"text {number}" for number in range(10)]
+    column = pyarrow.array(texts).cast(COLUMNS[kind])
+    offsets = numpy.frombuffer(column.buffers()[1], "<i8" if kind == "large string" else "<i4")[:11]
+    data = arrow(pyarrow.table({"text": column, "secret": ["PRIVATE" * 10] * 10}), form)
+    assert data.count(offsets.tobytes()) == 1
+    damaged = offsets.copy()
+    damaged[-1] = end
+    path = write(tmp_path / "x", data.replace(offsets.tobytes(), damaged.tobytes()))
+    with pytest.raises(InputError, match=f"{path}: "):
+        read(path)
+    with pytest.raises(InputError, match=f"{path}: "), reading(path):
+        first_row(inspect_file(str(path), "x"), "text")
+
+
+@pytest.mark.parametrize("index", [2, 10**9, -1, -(10**9)])
+def test_an_index_outside_its_dictionary_is_not_followed(index, tmp_path):
+    column = pyarrow.array(["a", "b", "a"] * 11).dictionary_encode()
+    indices = numpy.array([0, 1, 0] * 11, "<i4").tobytes()
+    data = arrow(pyarrow.table({"text": column}), "stream", rows=33)
+    assert data.count(indices) == 1
+    path = write(tmp_path / "x", data.replace(indices, indices[:-4] + index.to_bytes(4, "little", signed=True)))
+    with pytest.raises(InputError, match=f"{path}: "):
+        read(path)
+
+
+def test_bad_utf_8_in_an_arrow_file_fails_its_row_only(tmp_path):
+    binary = pyarrow.array([b"good", b"\xff\xfe", b"fine"], pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, binary.buffers())
+    for values in (column, pyarrow.DictionaryArray.from_arrays([0, 1, 2], column)):
+        path = write(tmp_path / "x", arrow(pyarrow.table({"text": values}), "file"))
+        assert read(path) == (["good", "fine"], {"bad UTF-8": 1})

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -251,3 +252,30 @@ def test_standard_input_joins_no_group(tmp_path, monkeypatch):
 def test_the_record_of_groups_is_a_list_of_names_per_line(grouped, tmp_path):
     lines = (tmp_path / "groups.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == names(grouped)
+
+
+def test_groups_of_files_with_equal_names_in_two_folders_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MANY", 5)
+    for folder in "xy":
+        write(tmp_path / folder, {f"{number}.txt": f"{folder} {number}" for number in range(10, 20)})
+
+    def planned():
+        source = named_source("", [f"{tmp_path}/x/*", f"{tmp_path}/y/*"])
+        source.arrange()
+        groups = recorded_groups(tmp_path)
+        return divide("a", source, text_key="text", unit_size=10_000, identity=None, groups=groups)
+
+    before = planned()
+    assert len(before) == 2
+    record_groups(tmp_path, before)
+    write(tmp_path / "x", {"00.txt": "added"})
+    assert set(before) < set(planned())
+
+
+def test_the_file_is_read_that_a_pattern_through_a_link_matches(tmp_path):
+    write(tmp_path / "real/data", {"a.txt": "matches"})
+    write(tmp_path / "data", {"a.txt": "does not"})
+    (tmp_path / "real/deep").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real/deep")
+    ((path, name),) = matching_files("", [f"{tmp_path}/link/../data/*.txt"])
+    assert (Path(path).read_text(), name) == ("matches", "a.txt")
