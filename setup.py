@@ -38,6 +38,7 @@ setup(
         "deepspeed~=0.19.8",  # its optimizers are read through private attributes, so not any newer series
         "sentencepiece>=0.2.2",
         "pyyaml",  # files of --config
+        "psutil",
         "protobuf",  # for sentencepiece_model_pb2, which sentencepiece brings without it
         "numpy",
         "pyarrow",

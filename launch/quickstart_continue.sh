@@ -30,9 +30,10 @@ begin quickstart_continue "${1:-$root/runs/quickstart-continue}"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
 steps_total=9
 
-# What is complete is kept, so a repetition needs the flags that it was made with.
+# What is complete is kept, so a repetition needs the flags that it was made with. Before the first training, they may
+# still be corrected.
 settings="$seed ${given[*]-}"
-if [[ -e $out/settings && $(<"$out/settings") != "$settings" ]]; then
+if [[ -e $out/base/checkpoints && -e $out/settings && $(<"$out/settings") != "$settings" ]]; then
     echo "launch/quickstart_continue.sh: $out has SEED and FLAGS $(<"$out/settings"); give these, or another OUT" >&2
     exit 2
 fi

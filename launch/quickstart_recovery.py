@@ -41,8 +41,8 @@ def run(arguments):
         raise ConfigError([f"--mixture {arguments.mixture}: was not evaluated before its first step; give another run"])
     if mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
         raise ConfigError(["--control: was not evaluated at the same steps on the same sources as --mixture"])
-    tokens = Config.load(arguments.mixture / "config.json").run.batch_tokens
-    rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
+    tokens_after = Config.load(arguments.mixture / "config.json").tokens_after
+    rows = [row(tokens_after(step), mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
     print_table(rows, list(mixture[0]))
     if arguments.output:
         write_table(f"{arguments.output}.csv", rows)
@@ -78,14 +78,14 @@ def share(regained, lost):
 
 
 def print_losses(arguments, mixture, original):
-    tokens, dense = Config.load(arguments.mixture / "config.json").run.batch_tokens, original.get(0)
+    tokens_after, dense = Config.load(arguments.mixture / "config.json").tokens_after, original.get(0)
     if dense is None:
         raise ConfigError([f"--original {arguments.original}: was not evaluated before its first step; give another"])
     if arguments.output:
         raise ConfigError([f"--output {arguments.output}: is for a recovery curve; leave it out, or give --control"])
     rows = {"original": dense}
     for step, losses in sorted(mixture.items()):
-        rows[f"mixture after {step * tokens:,} tokens" if step else "mixture before training"] = losses
+        rows[f"mixture after {tokens_after(step):,} tokens" if step else "mixture before training"] = losses
     print(f"{'loss in nats per token':<32}" + "".join(f"{name:>12}" for name in dense) + f"{'lost':>12}")
     for label, losses in rows.items():
         found = "".join(f"{losses[name]:12.3f}" for name in dense)

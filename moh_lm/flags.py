@@ -73,11 +73,10 @@ def config_of(given):
 def of_device(given):
     """Return {field: value} that launch scripts and presets of language models leave to the device: a GPU compiles,
     which was measured to be faster (docs/results.md)."""
-    import torch  # not above, because --help needs none
+    from moh_lm.kernels.devices import on_gpu  # not above: it imports torch, which --help does not need
 
     planned = getattr(given, "device_name", None) or getattr(given, "gpus", None)  # of a dry run, of tools/plan.py
-    on_gpu = torch.cuda.is_available() or planned
-    return {"compile": True} if on_gpu and compiles_on_gpu(given) else {}
+    return {"compile": True} if (planned or on_gpu()) and compiles_on_gpu(given) else {}
 
 
 def compiles_on_gpu(given):
@@ -104,7 +103,8 @@ def changes(arguments, config_type=Config):
     parts = arguments[:place], arguments[place:]
     before, after = (parse_flags(make_parser(config_type), part, config_type) for part in parts)
     known = {entry.name: entry.default for _, entry in walk(config_type())}
-    known |= (config_type.preset(after.preset, {}) if after.preset else {}) | before.values
+    preset = after.preset or before.preset
+    known |= (config_type.preset(preset, {}) if preset else {}) | before.values
     lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
     lines += [f"  --preset {after.preset}"] if after.preset else []
     for _, entry in walk(config_type()):

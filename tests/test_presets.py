@@ -57,6 +57,8 @@ def test_scripts_and_presets_compile_where_there_is_a_gpu(monkeypatch):
 
     assert not compiles("--preset 1M") and compiles("--preset 1M --device-name H100 --dry-run")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not compiles("--preset 1M")  # the tests run with DS_ACCELERATOR=cpu
+    monkeypatch.delenv("DS_ACCELERATOR")
     assert compiles("--preset 1M") and compiles("--hidden-size 96 --script launch/pretrain_llm_s.sh")
     for others in ("--hidden-size 96", "--preset 1M --compile false", "--preset 1M --window-strategy entropy"):
         assert not compiles(others)

@@ -4,11 +4,10 @@ A check returns sentences. Each gives the flag, its value, what is allowed and t
 once.
 """
 
-import torch
-
 from moh_lm.checks import attention, layout, model, run, schedule
 from moh_lm.checks.plan import plan_warnings
 from moh_lm.data.mixture import data_problems
+from moh_lm.kernels import devices
 
 __all__ = ["config_problems", "plan_warnings"]
 
@@ -18,7 +17,7 @@ def config_problems(config, world_size, on_gpu=None):
 
     on_gpu: whether they have GPUs; by default, whether this machine shows one.
     """
-    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    on_gpu = devices.on_gpu() if on_gpu is None else on_gpu
     return [
         *model.model_problems(config.model),
         *attention.table_problems(config),

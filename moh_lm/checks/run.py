@@ -12,6 +12,7 @@ from moh_lm.checks.ranges import below, not_default
 from moh_lm.checks.schedule import batch_warmup_problems
 from moh_lm.config import FUSED, OptimizerConfig, flag
 from moh_lm.config.fields import tuple_of
+from moh_lm.kernels import devices
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
 
@@ -137,7 +138,7 @@ def kernel_problems(config, on_gpu):
     found = fused_router_problems(config.model.heads) if config.run.fused_router else []
     if asked and not found and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         found.append(f"{flag(asked[0])}: its kernels need a GPU, and this machine shows none; leave the flag out")
-    return found
+    return found or (needs_compiler(flag(asked[0]), "leave the flag out") if asked else [])
 
 
 def graph_problems(config, on_gpu):
@@ -201,7 +202,7 @@ def backend_problems(config, on_gpu):
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
-    return found
+    return found or (needs_compiler(given, "choose auto") if backend == "triton" else [])
 
 
 def window_problems(config):
@@ -225,9 +226,19 @@ def window_problems(config):
 
 def compile_problems(run, on_gpu):
     """Check what torch.compile needs."""
-    if not run.compile or on_gpu or shutil.which(os.environ.get("CXX", "g++")):
+    if not run.compile:
+        return []
+    if on_gpu:
+        return needs_compiler("--compile", "give --compile false")
+    if shutil.which(os.environ.get("CXX", "g++")):
         return []
     return ["--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out"]
+
+
+def needs_compiler(given, instead):
+    """Check that Triton can compile for ``given``. Of other machines, for which a run is planned, nothing is known."""
+    missing = devices.missing_for_triton() if devices.on_gpu() else None
+    return [f"{given}: Triton compiles while the run starts and lacks {missing}, or {instead}"] if missing else []
 
 
 def reliability_problems(reliability):

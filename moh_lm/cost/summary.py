@@ -14,6 +14,7 @@ from moh_lm.cost.gain import attention_times
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.cost.time import FUSED_ROUTER, against_dense, assumptions, step_seconds
 from moh_lm.kernels.choose import is_estimated, measured_ratio
+from moh_lm.kernels.devices import on_gpu
 from moh_lm.kernels.measured import MEASURED, machine, measurement
 from moh_lm.units import binary_size, listing, short, time_left, words, wrapped
 
@@ -131,7 +132,7 @@ def describe_attention(config, named=None):
 
 def this_device(run):
     """Return the device of this machine, and the dtype of the run."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if on_gpu() else "cpu")
     return device, torch.bfloat16 if run.precision == "bf16" else torch.float32
 
 
@@ -205,7 +206,7 @@ def memory_warnings(config, world_size, device=None):
     need, room = sum(memory_estimate(config, world_size).values()), LARGEST_GPU
     if device:
         room = device.gib * 2**30
-    elif torch.cuda.is_available():
+    elif on_gpu():
         room = torch.cuda.get_device_properties(0).total_memory
     if need > room:
         less = "choose --recompute or a smaller --micro-batch-size, or split the model (tools/plan.py ranks layouts)"

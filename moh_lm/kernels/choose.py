@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from moh_lm.kernels.devices import missing_for_triton
 from moh_lm.kernels.gated_attention import TRITON
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS, measurement
 
@@ -38,7 +39,7 @@ def choose_backend(
         ordinary = "groups" if in_groups else "dense"
         better = {
             "cpu_sparse": not compiled and not (in_groups and active_share > MOST_IN_GROUPS),  # it breaks graphs
-            "triton": TRITON is not None and not own_keys and not in_groups,
+            "triton": TRITON is not None and not own_keys and not in_groups and not missing_for_triton(),
         }
         chosen = fastest(device, dtype, shape, active_share, compiled, estimate)
         return chosen if better.get(chosen) else ordinary

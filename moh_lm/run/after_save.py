@@ -1,10 +1,12 @@
 """--after-save: runs the user's command for every complete checkpoint, in the background, one at a time.
 
-A command that fails or cannot be started is reported, and the run continues.
+A command that fails or cannot be started is reported, and the run continues. It is a program of its own: the variables
+by which the ranks of the run find each other are not in its environment.
 """
 
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
+OF_RANK = re.compile(r"((LOCAL|GROUP|ROLE|CROSS)_)?(RANK|WORLD_SIZE|SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*")
 MOST_READ = 4096  # bytes read from the end of a command's standard error
 
 
@@ -50,6 +53,7 @@ class AfterSave:
             errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``report``
             process = subprocess.Popen(
                 ["sh", "-c", text],
+                env={name: value for name, value in os.environ.items() if not OF_RANK.fullmatch(name)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

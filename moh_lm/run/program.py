@@ -6,7 +6,6 @@ import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 
-import torch
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
@@ -17,6 +16,7 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, save_config
+from moh_lm.kernels import devices
 from moh_lm.kernels.measured import machine
 from moh_lm.monitor.console import styled
 from moh_lm.run.loop import run_steps
@@ -48,7 +48,7 @@ def run_task(given, task):
         config, dry_run = config_of(given), given.dry_run
         refused = contradictions(config, dry_run)
         checked = with_model_of_run(config) if refused else config
-        on_gpu = bool(given.device_name) or torch.cuda.is_available()
+        on_gpu = bool(given.device_name) or devices.on_gpu()
         older = tolerated(config)
         problems = [text for text in task.problems(checked, world_size, on_gpu) if text not in older] + refused
         config, dataset = task.open_data(checked, problems, dry_run)

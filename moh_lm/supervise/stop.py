@@ -11,19 +11,22 @@ import signal
 import threading
 import time
 
+import psutil
+
 SAME = 2  # seconds within which signals are one request
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # each asks a run to stop
 INTERRUPTED = 128 + signal.SIGINT  # exit code, like that of a process that the signal killed
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1, SIGINT, SIGHUP to any one rank, or the end of ``exit_after`` seconds, asks the run to stop.
+    """SIGTERM, SIGUSR1, SIGINT, SIGHUP to any one rank asks the run to stop, or the end of ``exit_after`` seconds since
+    this process started.
 
     A second SIGINT to a rank, more than ``SAME`` seconds after its first, ends it with exit code ``INTERRUPTED``.
     """
 
     def __init__(self, exit_after=None, program="moh_lm.pretrain"):
-        self.deadline = time.monotonic() + exit_after if exit_after else None
+        self.deadline = time.monotonic() - age() + exit_after if exit_after else None
         self.reason = None
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
@@ -41,6 +44,11 @@ class StopRequest:
         if self.deadline and time.monotonic() >= self.deadline:
             self.reason = "--exit-after"
         return self.reason is not None
+
+
+def age():
+    """Return the seconds since this process started."""
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def listen(reader, program="moh_lm.pretrain"):

@@ -24,6 +24,7 @@ from moh_lm.cost.time import against_dense
 from moh_lm.flags import changes, parse_config
 from moh_lm.kernels import choose, measured
 from moh_lm.kernels.choose import head_time
+from moh_lm.vision.config import ViTTraining
 
 SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
     --num-active-routed-heads 2 --vocab-size 64 --seq-length 16 --batch-tokens 64 --train-tokens 100M --warmup-iters 4
@@ -96,6 +97,13 @@ def test_a_flag_beside_a_preset_replaces_the_value_of_the_preset():
     lines = changes("--preset 1M --num-layers 8 --hidden-size 128 --train-iters 7 --window 256".split())
     new = ["--num-layers 8, was 5", "--window 256, was not given", "--train-iters 7, was --train-tokens 20000000"]
     assert lines[1:] == [f"  {text}" for text in ("--preset 1M", *new)]
+
+
+def test_a_flag_after_the_preset_of_a_script_replaces_its_value():
+    script = ["--preset", "B-75", "--drop-path", "0.6", "--script", "mine.sh"]
+    assert changes([*script, "--drop-path", "0.5"], ViTTraining)[1:] == ["  --drop-path 0.5, was 0.6"]
+    (line,) = changes([*script, "--depths", "5", "5", "22", "5"], ViTTraining)[1:]
+    assert line == "  --depths 5 5 22 5, was layers 0-1: 5, 2: 23, 3: 5"
 
 
 def test_texts_are_quoted_as_a_shell_wants_them():
@@ -233,7 +241,7 @@ def test_what_is_hardly_meant_is_a_warning(flags, dry_run):
 def test_a_plan_is_held_against_the_memory_of_this_machines_gpu(monkeypatch):
     config = parse_config([*SCRIPT.split(), *PLAN])[0]
     need = sum(memory_estimate(config, 1).values())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(summary, "on_gpu", lambda: True)
     for room, count in ((need, 0), (need - 1, 1)):
         device = types.SimpleNamespace(total_memory=room)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)

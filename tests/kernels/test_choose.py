@@ -194,6 +194,9 @@ def test_auto_is_dense_where_the_faster_backend_cannot_compute(monkeypatch):
     assert choose_backend("auto", cuda, *given) == "triton"
     assert choose_backend("auto", cuda, *given, own_keys=True) == "dense"
     assert choose_backend("auto", cuda, *given, dense_only=True) == "dense"
+    with monkeypatch.context() as patch:
+        patch.setattr(choose, "missing_for_triton", lambda: "a C compiler")
+        assert choose_backend("auto", cuda, *given) == "dense"
     monkeypatch.setattr(choose, "TRITON", None)
     assert choose_backend("auto", cuda, *given) == "dense"
 

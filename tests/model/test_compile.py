@@ -18,6 +18,7 @@ import moh_lm.training.engine
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
+from moh_lm.kernels import devices
 from moh_lm.model.transformer import compile_layers
 from moh_lm.parallel.layers import JoinedProducts
 from tests.distributed import run_ranks
@@ -207,6 +208,24 @@ def test_what_has_no_graph_is_refused(flags, problem, monkeypatch):
     config, _ = parse_config(["--compile", *flags.split(), "--checkpoint-dir", "run", "--train-iters", "1"])
     found = [sentence for sentence in config_problems(config, 1) if "compile" in sentence]
     assert [sentence.startswith(problem) for sentence in found] == ([True] if problem else [])
+
+
+@pytest.mark.parametrize("flags", ["--compile", "--fused-loss", "--fused-router", "--attention-backend triton"])
+@pytest.mark.parametrize("lacks", ["compiler", "headers", None])
+def test_what_compiles_on_a_gpu_needs_a_c_compiler_and_the_headers_of_python(flags, lacks, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "on_gpu", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "bin").mkdir()
+    if lacks != "compiler":
+        (tmp_path / "bin/gcc").symlink_to(sys.executable)
+    if lacks != "headers":
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(devices.sysconfig, "get_path", lambda *_: str(tmp_path))
+    config, _ = parse_config([*flags.split(), "--checkpoint-dir", "run", "--train-iters", "1"])
+    found = [sentence for sentence in config_problems(config, 1) if "Triton compiles" in sentence]
+    said = {"compiler": "lacks a C compiler; install gcc", "headers": f"lacks {tmp_path}/Python.h; install python3-dev"}
+    assert len(found) == bool(lacks) and all(said[lacks] in sentence for sentence in found)
 
 
 def test_commands_that_compile_nothing_load_no_compiler():

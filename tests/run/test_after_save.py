@@ -83,3 +83,16 @@ def test_a_shell_that_cannot_start_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     AfterSave("true {path}", log, 1).add(7, tmp_path)
     assert log.rows[0][:2] == ("after-save failed", 7)
+
+
+def test_the_command_is_no_rank_of_the_run(tmp_path, monkeypatch):
+    ours = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-0"}
+    ours |= {"MASTER_PORT": "29500", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "1"}
+    for name, value in {**ours, "HF_TOKEN": "kept", "PSEUDORANK": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    commands = AfterSave(f"env > {tmp_path}/env-of-{{path}}", Recorded(), patience=60)
+    commands.add(1, "step")
+    commands.close(lambda: None)
+    found = dict(line.split("=", 1) for line in (tmp_path / "env-of-step").read_text().splitlines() if "=" in line)
+    assert not ours.keys() & found.keys()
+    assert found["HF_TOKEN"] == found["PSEUDORANK"] == "kept"

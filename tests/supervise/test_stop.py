@@ -94,6 +94,12 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_resumes(
     assert equal(parameters(tmp_path), parameters(two_rank_run))
 
 
+def test_the_time_of_a_run_begins_when_its_process_does():
+    code = "import time; time.sleep(1); from moh_lm.supervise.stop import StopRequest as Stop; "
+    code += "print(Stop(exit_after=1).due(), Stop(exit_after=600).due())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"True False\n"
+
+
 def test_a_run_stops_and_saves_when_its_time_is_over(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, "--exit-after", "1s", "--train-iters", "100000", "--warmup-iters", "2")
     assert run_ranks(run, 2, flags) == [False, False]
