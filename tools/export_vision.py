@@ -66,8 +66,7 @@ def run(arguments):
 
     logging.disable_progress_bar()
     output = arguments.output.resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError([f"--output {arguments.output}: is not empty; give another directory"])
+    check_empty(output, arguments.output)
     step = find_step(arguments.model)
     with reading(step):
         training, model = load_model(step, arguments.weights)
@@ -85,9 +84,15 @@ def run(arguments):
         count = sum(parameter.numel() for parameter in model.parameters())
         (temporary / "README.md").write_text(card(config, is_classifier, step, count), encoding="utf-8")
         write_list(temporary)
+        check_empty(output, arguments.output)  # another program may have written there meanwhile
         publish(temporary, output)
     print(f"exported {step} to {output}: {count:,} parameters")
     print(f"checked: outputs differ from the checkpoint's by at most {difference:.1e}")
+
+
+def check_empty(output, given):
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError([f"--output {given}: is not empty; give another directory"])
 
 
 def check_vae(path, is_classifier, config):

@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 import torch
 
-from moh_lm.config import HeadsConfig
+from moh_lm.config import Config, HeadsConfig, ModelConfig
 from moh_lm.data.tokenizer import read_model
 from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary, sentencepiece_model
@@ -20,6 +20,7 @@ from tests.tools.exporting import (
     read_safetensors,
     write_checkpoint,
 )
+from tools.hf.convert import export_check
 from tools.hf.convert.hugging_face_tokenizer import write_tokenizer
 from tools.hf.convert.import_config import model_config
 
@@ -199,3 +200,38 @@ def test_a_tied_head_is_stored_once_and_passes_in_bfloat16(tmp_path, export):
     code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "bfloat16")
     assert code == 0 and "checked: logits of transformers" in printed
     assert "lm_head.weight" not in read_safetensors(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("selection, differing, calls", [
+    ("mixture", 1, 2), ("mixture", 3, 3), ("gated", 1, 1),
+])  # fmt: skip
+def test_a_mixture_differs_only_if_it_does_for_each_draw_of_tokens(selection, differing, calls, monkeypatch):
+    """Scores of one draw may be as close as rounding."""
+    seeds = []
+
+    def compare(*given):
+        seeds.append(given[-1])
+        if len(seeds) <= differing:
+            raise export_check.LogitsDiffer("other logits")
+        return ["checked"]
+
+    monkeypatch.setattr(export_check, "compare_models", compare)
+    heads = HeadsConfig(head_selection=selection)
+    config = Config(model=ModelConfig(heads=heads))
+    if calls > differing:
+        assert export_check.check_export("step", config, "directory", None) == ["checked"]
+    else:
+        with pytest.raises(export_check.LogitsDiffer):
+            export_check.check_export("step", config, "directory", None)
+    assert seeds == list(range(calls))
+
+
+def test_a_module_keeps_the_tensors_of_its_file_while_it_computes_in_fp32():
+    module = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    module.register_forward_pre_hook(export_check.widen)
+    module.register_forward_hook(export_check.narrow)
+    x = torch.randn(4, 3)
+    weight, bias = (parameter.detach().float() for parameter in module.parameters())
+    assert torch.equal(module(x), torch.nn.functional.linear(x, weight, bias))
+    assert [parameter.data_ptr() for parameter in module.parameters()] == before

@@ -265,3 +265,19 @@ def test_a_wrong_call_is_one_line(more, words, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_files_that_others_write_meanwhile_stay(tmp_path, monkeypatch, capsys):
+    make_run(tmp_path / "run", VIT)
+    write = command.write_classifier
+
+    def slow(*arguments):
+        (tmp_path / "export").mkdir()
+        (tmp_path / "export/notes.txt").write_text("mine")
+        return write(*arguments)
+
+    monkeypatch.setattr(command, "write_classifier", slow)
+    assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 2
+    assert "is not empty; give another directory" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "run"]

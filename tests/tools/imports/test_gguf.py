@@ -237,3 +237,33 @@ def test_the_missing_package_is_named(package, tool, small, tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, package, None)
     code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
     assert code == 2 and f"is read with the package {package}: pip install -e '.[real]'" in errors
+
+
+@pytest.mark.parametrize("key", ["head_count", "head_count_kv", "layer_norm_rms_eps"])
+def test_a_number_that_transformers_would_guess_is_required(tool, small, tmp_path, key, monkeypatch):
+    """Without head_count_kv it leaves the rows of queries and keys in llama.cpp's order."""
+    monkeypatch.setattr(gguf.GGUFWriter, f"add_{key}", lambda *_: None)
+    write_gguf(tmp_path / "small.gguf", small)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "small.gguf", "--output", tmp_path / "run")
+    name = {"layer_norm_rms_eps": "layer_norm_rms_epsilon"}.get(key, key)
+    assert code == 2 and f"llama.attention.{name} is missing, and transformers would guess it" in errors
+
+
+def test_a_tokenizer_that_ends_texts_otherwise_than_its_file_is_not_taken(small, tmp_path, monkeypatch, capsys):
+    """As transformers 5.7 reads it: BOS in place of EOS."""
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    write_gguf(tmp_path / "small.gguf", small, tokenizer=tokenizer)
+    with hugging_face_form(tmp_path / "small.gguf", tmp_path / "run") as directory:
+        assert (directory / "tokenizer.json").exists()
+    read = transformers.AutoTokenizer.from_pretrained
+
+    def swapped(*arguments, **named):
+        found = read(*arguments, **named)
+        found.eos_token = found.bos_token
+        return found
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", swapped)
+    capsys.readouterr()
+    with hugging_face_form(tmp_path / "small.gguf", tmp_path / "run") as directory:
+        assert not (directory / "tokenizer.json").exists()
+    assert "the file's eos is 2, and transformers reads 1; update transformers" in capsys.readouterr().out

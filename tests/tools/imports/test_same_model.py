@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from moh_lm.build import build_model
@@ -209,3 +209,16 @@ def test_an_import_is_exported_byte_for_byte(imported, tool, tmp_path, dtype, ro
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["max_position_embeddings"] == 64
     assert config["rope_parameters"] == rope
+
+
+def test_a_shared_head_whose_gate_depends_on_the_token_needs_its_row(tool, llama, tmp_path):
+    heads = {"head_selection": "mixture", "routing": "sigmoid"}
+    budgets = {"num_shared_heads": [1, 1], "num_active_routed_heads": [2, 2]}
+    names = {"model_type": "moh_llama", "architectures": ["MoHLlamaForCausalLM"]}
+    rewrite(llama[0], tmp_path / "hf", **names, **heads, **budgets)
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    width = next(value for name, value in weights.items() if name.endswith("q_proj.weight")).shape[1]
+    routed = {f"model.layers.{layer}.self_attn.router.w_routed": torch.ones(7, width) for layer in range(2)}
+    save_file(weights | routed, tmp_path / "hf/model.safetensors")
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no")
+    assert code == 2 and "model.layers.1.self_attn.router.w_shared is missing" in errors

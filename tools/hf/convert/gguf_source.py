@@ -26,6 +26,7 @@ READ = (  # keys of an architecture that transformers reads, or that say nothing
     "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base",
     "tensor_data_layout",
 )  # fmt: skip
+NEEDED = ("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon")
 WIDTHS = ("attention.key_length", "attention.value_length")  # of a head; all of it is rotated
 NEUTRAL = ("none", 0, 1.0)  # values of other keys, such as scales and windows
 OTHERWISE = "import the model in Hugging Face form instead"
@@ -79,6 +80,9 @@ def check(path):
         for name, value in own.items()
         if not (name in READ or neutral(name, value) or (name in WIDTHS and value == width))
     ]
+    # Without them, transformers does not undo the order of queries and keys, and takes an epsilon of its own.
+    absent = [name for name in NEEDED if name not in own]
+    problems += [f"llama.{name} is missing, and transformers would guess it; {OTHERWISE}" for name in absent]
     queries = next((int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "blk.0.attn_q.weight"), None)
     if width and heads and queries not in (None, heads * width):
         problems.append(f"llama.rope.dimension_count {width}: rotates a part of each head; {OTHERWISE}")
@@ -138,13 +142,31 @@ def write_tokenizer(path, directory):
     try:
         rule = splitting_rule(path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        check_ends(path, tokenizer)
         tokenizer.save_pretrained(directory, save_jinja_files=False)
+        (directory / "tokenizer.model").unlink(missing_ok=True)  # transformers 4 copies the GGUF file
         correct_tokenizer(directory, digits_first=rule in DIGITS_FIRST)
         for name, content in Tokenizer(str(directory)).contents().items():
             (directory / name).write_bytes(content)
     except Exception as error:  # converters of transformers raise anything
         remedy = "give the tokenizer of the data by --tokenizer"
         print(f"no tokenizer can be read from {path} ({type(error).__name__}: {error}); {remedy}", flush=True)
+
+
+def check_ends(path, tokenizer):
+    """Raise ValueError if a tokenizer that transformers has read begins or ends texts otherwise than its file says, or
+    puts a space before them that the file does not want."""
+    import gguf
+
+    names = ("model", "bos_token_id", "eos_token_id", "add_space_prefix")
+    fields = gguf.GGUFReader(path).fields
+    kind, *ends, prefix = (field and field.contents() for field in (fields.get(f"tokenizer.ggml.{n}") for n in names))
+    for end, expected in zip(("bos", "eos"), ends, strict=True):
+        found = getattr(tokenizer, f"{end}_token_id")
+        if expected is not None and found != expected:
+            raise ValueError(f"the file's {end} is {expected}, and transformers reads {found}; update transformers")
+    if kind == "llama" and prefix is False:
+        raise ValueError("tokenizer.ggml.add_space_prefix false: would be ignored by transformers")
 
 
 def splitting_rule(path):

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from moh_lm.build import build_model
-from moh_lm.config import ConfigError, raise_any
+from moh_lm.config import TWO_STAGE, ConfigError, raise_any
 from moh_lm.model.initial_gates import layer_gates
 from moh_lm.model.transformer import initialize, saved_tensors
 from moh_lm.parallel.layers import make_parameter
@@ -117,7 +117,7 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
         expected = (old_vocab_size, *shape[1:]) if is_vocabulary else shape
         if there is None and ".router." in name and router_seed is not None and not has_routers:
             parts.append(Part(name, shape, lambda n=name: [drawn(n, wanted[n], router_seed)], "drawn"))
-        elif there is None and name.endswith("w_shared") and shape[0] == 1:
+        elif there is None and name.endswith("w_shared") and shape[0] == 1 and config.heads.routing in TWO_STAGE:
             parts.append(Part(name, shape, lambda s=shape: [torch.zeros(s)], "without effect: one shared head"))
         elif there is None:
             problems.append(f"{name} is missing")
