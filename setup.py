@@ -6,7 +6,7 @@ CHAT = ["trl>=1", "peft", "transformers>=4.46"]  # the recipe of docs/huggingfac
 EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
 PLOT = ["matplotlib", "jinja2"]
 VISION = ["pillow", "diffusers>=0.32", "scikit-learn", "transformers>=4.46", *PLOT]
-REAL = ["gguf>=0.10", "accelerate", "transformers>=4.46", *PLOT]  # GGUF files: quickstart_continue.sh --real
+REAL = ["gguf>=0.10", "accelerate", "transformers>=5", *PLOT]  # GGUF files: quickstart_continue.sh --real
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
 COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/cli
 NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("[a-z]*.py"))]

@@ -173,13 +173,13 @@ def recognized_sources(
     before the work starts. Raises ConfigError if all files are of no known corpus, or if some are of several
     variants of C4.
     """
-    sources, unreadable, left_out, unknown, found = {}, [], defaultdict(list), [], set()
+    sources, unreadable, left_out, unknown, found, unread = {}, [], defaultdict(list), [], set(), set()
     for directory in directories:
         files, no_data = files_below(directory)
         left_out[DOCUMENTATION] += no_data
         files = [file for file in files if os.path.realpath(file[0]) not in elsewhere]
         elsewhere = elsewhere | {os.path.realpath(path) for path, _ in files}
-        unread = {path for path, _ in files}
+        unread.update(path for path, _ in files)
         for piece in inspect_files(files, unreadable):
             if not piece.size:
                 unread.remove(piece.path)
@@ -202,8 +202,8 @@ def recognized_sources(
             for name in kept:
                 source = sources.setdefault(name, Source())
                 source.pieces.append(replace(piece, source=name) if len(names) > 1 else piece)
-        for source in sources.values():
-            source.paths |= unread
+    for source in sources.values():
+        source.paths |= unread
     if len(variants := variants_of_c4(piece.path for piece in sources.get("c4", Source()).pieces)) > 1:
         raise ConfigError([
             f"--recognize {' '.join(directories)}: holds {' and '.join(variants)} of C4, which share most of their "

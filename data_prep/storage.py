@@ -35,7 +35,9 @@ def file_system(url: str):
     """(fsspec's file system, path in it) of a URL. Raises ConfigError without the package that it needs."""
     try:
         files, path = fsspec.url_to_fs(url)
-    except (ImportError, ValueError, TypeError) as error:  # TypeError: a URL without the host that it needs
+    except TypeError as error:  # an argument, such as a host, is in no URL
+        raise ConfigError([f"{url}: lacks its host; write it as in ftp://HOST/PATH"]) from error
+    except (ImportError, ValueError) as error:
         raise ConfigError([f"{url}: {error}; pip install -e '.[remote]'"]) from error
     logger = logging.getLogger(type(files).__module__.partition(".")[0])
     if not logger.isEnabledFor(logging.INFO):  # what it says then, often with tracebacks, is in its exceptions too

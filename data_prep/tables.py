@@ -21,6 +21,11 @@ ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
 BATCH, ROWS = 1 << 24, 8  # declared bytes of text, and rows, that are read from a row group at once
 REPEATED = 1 << 26  # bytes that these rows may have if each of them is as long as the largest page
 NUMBERS = 4096  # rows of a dictionary-encoded column: each batch has the whole dictionary, whatever its rows
+AS_BYTES = {
+    pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary(),
+    pyarrow.string_view(): pyarrow.binary_view(),
+}  # fmt: skip
+LEADS_TO = {*AS_BYTES, *AS_BYTES.values()}  # types whose values say where their bytes are
 pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the default pool keeps freed pages
 
 
@@ -146,15 +151,18 @@ def check_values(column: pyarrow.Array):
     """Raise ArrowInvalid if values of a column that was read from a file lie outside its buffers: pyarrow would read
     foreign memory, or crash. Lists are never read. Text that is not UTF-8 is left to those who read it."""
     kind = column.type
-    if pyarrow.types.is_struct(kind):
+    if isinstance(column, pyarrow.ExtensionArray):
+        check_values(column.storage)
+    elif pyarrow.types.is_struct(kind):
         for number in range(kind.num_fields):
             check_values(column.field(number))
     elif pyarrow.types.is_dictionary(kind):
+        column.indices.validate(full=True)
         pyarrow.DictionaryArray.from_arrays(column.indices, pyarrow.nulls(len(column.dictionary)))  # checks the indices
         check_values(column.dictionary)
     elif not is_nested(kind):
-        binary = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
-        column.view(binary.get(kind, kind)).validate(full=True)
+        # In full, numbers and dates would be judged too, which lead nowhere.
+        column.view(AS_BYTES.get(kind, kind)).validate(full=kind in LEADS_TO or pyarrow.types.is_run_end_encoded(kind))
 
 
 def first_row(piece, text_key: str) -> dict | None:

@@ -17,7 +17,7 @@ from data_prep.workers import NO_ROOM, run_units
 from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
-from moh_lm.data.shards import TOKENIZER_FILES, UNFINISHED, write_manifest
+from moh_lm.data.shards import TOKENIZER_FILES, UNFINISHED, unfinished_sources, write_manifest
 from moh_lm.supervise.run_directory import lock_run_directory
 from moh_lm.units import counted
 
@@ -82,8 +82,10 @@ def fill(
     noted = data_directory.noted_shards(output, sources)
     settled = [path for path in sorted(data_directory.not_planned(noted, units)) if noted[path]]
     data_directory.note_shards(output, sources, {*noted, *replaced}, settled)
-    for name in sources:
+    for name in {unit.source for unit in units if unit not in finished}:
         (output / name / UNFINISHED).touch()
+    for problem in (text for name, text in unfinished_sources(output).items() if name not in sources):
+        print(f"warning: {problem}; until then no manifest can be written", flush=True)
     make_shards(units, finished, failures, flags, options)
     for name in sources:
         (output / name / UNFINISHED).unlink(missing_ok=True)

@@ -93,13 +93,18 @@ def divide(
         if len(files) <= many:
             return []
         new = [piece for piece in files if not has_shard([piece])]
-        ranges = gathered([piece.size for piece in new], unit_size) if len(new) > many else []
-        return [new[start:end] for start, end in ranges]
+        if len(new) <= many:
+            return []
+        alike = len({piece.name for piece in new}) < len(new)
+        return [
+            part[start:end]
+            for part in (by_folder(new) if alike else [new])
+            for start, end in gathered([piece.size for piece in part], unit_size)
+        ]
 
     kept = grouped_before(groups, small, has_shard)
     single = without(small, kept)
-    alike = len({piece.name for piece in single}) < len(single)
-    formed = [group for files in (by_folder(single) if alike else [single]) for group in put_together(files, MANY)]
+    formed = put_together(single, MANY)
     if not formed:
         texts = by_folder(piece for piece in single if piece.form == "text")
         formed = [group for files in texts for group in put_together(files, many_texts)]

@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+from moh_lm.kernels.devices import on_gpu
 from moh_lm.kernels.measured import machine
 from studies.results import metrics
 from studies.runs import Run, as_flags, differs, jobs_of, place, shares, train_all
@@ -49,7 +50,7 @@ def measure(plan, sizes, variants, rounds):
 
 def short_run(plan, size, variant, number):
     """The run of a few steps of a variant in one round."""
-    flags, device = plan.flags, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    flags, device = plan.flags, torch.device("cuda" if on_gpu() else "cpu")
     threads = place(flags.ranks, shares(jobs_of(flags), flags.ranks)[0])
     here = re.sub(r"\W+", "-", f"{machine(device)} {threads}")
     name = f"times/{here}/{size.name}/{variant.name}/round-{number}"

@@ -137,11 +137,8 @@ def write_manifest(data_dir: str | Path, leaving: Sequence[Path] = ()) -> dict:
     if a command was stopped before it had made all shards of a source, or had removed those that it replaced.
     """
     leaving = set(leaving)
-    for mark in sorted(Path(data_dir).glob(f"[!.]*/{UNFINISHED}")):
-        raise ShardError(
-            f"{mark.parent}: is not finished, because its command was stopped; run data_prep/tokenize.py for "
-            f"{mark.parent.name} again, or remove {mark} to use the shards that are there"
-        )
+    for problem in unfinished_sources(data_dir).values():
+        raise ShardError(problem)
     for note in sorted(Path(data_dir).glob(f"[!.]*/{REPLACING}")):
         noted = read_note(note)
         leaving |= {path for path, is_replaced in noted.items() if is_replaced}
@@ -176,6 +173,16 @@ def write_manifest(data_dir: str | Path, leaving: Sequence[Path] = ()) -> dict:
     manifest = {"version": files.VERSION, "tokenizer": tokenizer, "cut_fractions": list(CUTS), "sources": sources}
     files.publish(Path(data_dir) / "manifest.json", files.seal(files.json_bytes(manifest)))
     return manifest
+
+
+def unfinished_sources(data_dir: str | Path) -> dict[str, str]:
+    """Return {name of a source with only some of its shards: a sentence}."""
+    marks = {path.parent.name: path for path in sorted(Path(data_dir).glob(f"[!.]*/{UNFINISHED}"))}
+    return {
+        name: f"{mark.parent}: is not finished, because its command was stopped; run data_prep/tokenize.py for {name} "
+        f"again, or remove {mark} to use the shards that are there"
+        for name, mark in marks.items() if any(mark.parent.glob("*.json"))
+    }  # fmt: skip
 
 
 def read_note(note: Path) -> dict[Path, bool]:
@@ -281,8 +288,11 @@ def open_source(
     units, directory = manifest["sources"][name]["units"], os.path.join(data_dir, name)
     recorded = {unit + suffix: size for unit, entry in units.items() for suffix, size in entry["bytes"].items()}
     sizes = file_sizes(directory) if compares_sizes else recorded
-    if not recorded.items() <= sizes.items():
-        file = next(file for file in recorded if sizes.get(file) != recorded[file])
+    wrong = [*(recorded.keys() - sizes.keys())]
+    # A sidecar has its own hash, and data_prep writes it again when inputs have moved.
+    wrong += [file for file, size in recorded.items() - sizes.items() if not file.endswith(".json")]
+    if wrong:
+        file = min(wrong)
         raise ShardError(wrong_size(os.path.join(directory, file), sizes.get(file), recorded[file]))
     facts = itemgetter("sequences", "documents", "tokens", "largest_id", "content")
     shards = [Shard(f"{directory}/{unit}", NUMPY_TYPES[entry["dtype"]], *facts(entry)) for unit, entry in units.items()]

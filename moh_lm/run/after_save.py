@@ -16,7 +16,9 @@ import time
 from collections import deque
 from contextlib import suppress
 
-OF_RANK = re.compile(r"((LOCAL|GROUP|ROLE|CROSS)_)?(RANK|WORLD_SIZE|SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*")
+OF_RANK = re.compile(
+    r"((LOCAL|GROUP|ROLE|CROSS)_)?(RANK|WORLD_SIZE)|(LOCAL|CROSS)_SIZE|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*"
+)
 MOST_READ = 4096  # bytes read from the end of a command's standard error
 
 

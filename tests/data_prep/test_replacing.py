@@ -11,9 +11,10 @@ from data_prep import tokenization
 from data_prep import units as units_module
 from data_prep.encoding import Options, Tokenizer
 from data_prep.output import finished_sidecars
+from data_prep.tokenize import main
 from data_prep.units import plan_units
 from data_prep.writing import tokenize_unit
-from moh_lm.data.shards import ShardWriter
+from moh_lm.data.shards import ShardWriter, open_source, read_manifest
 from tests.tokenizing import decoded, files, json_lines, tokenize
 
 
@@ -182,3 +183,53 @@ def test_an_input_that_changes_before_its_shard_is_published_is_read_again(model
         patch.setattr(ShardWriter, "commit", later)
         tokenize_unit(unit, Tokenizer(str(model)), Options(), str(tmp_path / "out"), None, lambda *_: None)
     assert not finished_sidecars(tmp_path / "out", [unit])
+
+
+def test_the_manifest_that_stays_fits_its_shards_after_a_move(grown, model, tmp_path):
+    """While another source cannot be read."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(json_lines(["a"]))
+    output, sources = grown
+    path = output.with_name("t") / "w.jsonl.gz"
+    tokenize(model, output, f"a={tmp_path}/in/*")
+    path.write_bytes(path.read_bytes()[:-4])
+    (tmp_path / "in").rename(tmp_path / "moved away")
+    before = (output / "manifest.json").read_bytes()
+    tokenize(model, output, f"a={tmp_path}/moved away/*", *sources, code=1)
+    assert (output / "manifest.json").read_bytes() == before
+    open_source(output, "a", read_manifest(output), 0.1)
+
+
+def test_only_a_source_without_all_of_its_shards_is_unfinished(model, tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt")
+
+    def stopped(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(tokenization, "run_units", stopped)
+        tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt", f"mistyped={tmp_path}/b.txt")
+    tokenize(model, tmp_path / "out", f"b={tmp_path}/b.txt")
+    assert {*read_manifest(tmp_path / "out")["sources"]} == {"a", "b"}
+
+
+@pytest.mark.parametrize("order", [["one", "two"], ["two", "one"]])
+def test_a_damaged_file_below_any_directory_leaves_its_shard(order, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(units_module, "MANY", 3)
+    for number in range(5):
+        path = tmp_path / ("one" if number == 0 else "two") / f"{number}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(json_lines([f"{number}"], meta={"pile_set_name": "Github"}))
+    found = [tmp_path / name for name in order]
+    more = ["--recognize", found[1]]
+    assert main([*arguments(model, tmp_path, found[0]), *map(str, more)]) == 0
+    (tmp_path / "one/0.jsonl").write_bytes(b"%PDF-")
+    assert main([*arguments(model, tmp_path, found[0]), *map(str, more)]) == 1
+    assert sorted(decoded(tmp_path / "out", "pile", model)) == [*"01234"]
+
+
+def arguments(model, place, directory):
+    given = ["--tokenizer", model, "--output", place / "out", "--workers", 1, "--recognize", directory]
+    return [*map(str, given)]

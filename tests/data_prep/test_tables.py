@@ -271,7 +271,23 @@ def test_an_index_outside_its_dictionary_is_not_followed(index, tmp_path):
 
 def test_bad_utf_8_in_an_arrow_file_fails_its_row_only(tmp_path):
     binary = pyarrow.array([b"good", b"\xff\xfe", b"fine"], pyarrow.binary())
-    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, binary.buffers())
-    for values in (column, pyarrow.DictionaryArray.from_arrays([0, 1, 2], column)):
+    column, view = binary.view(pyarrow.string()), binary.cast(pyarrow.binary_view()).view(pyarrow.string_view())
+    for values in (column, view, pyarrow.DictionaryArray.from_arrays([0, 1, 2], column)):
         path = write(tmp_path / "x", arrow(pyarrow.table({"text": values}), "file"))
         assert read(path) == (["good", "fine"], {"bad UTF-8": 1})
+
+
+def test_numbers_of_other_columns_are_not_judged(tmp_path):
+    """Some writers keep a time of day in dates of 64 bits."""
+    time = pyarrow.array([1_700_000_000_123]).view(pyarrow.date64())
+    path = write(tmp_path / "x", arrow(pyarrow.table({"text": ["a"], "time": time}), "file"))
+    assert "text" in first_row(inspect_file(str(path), "x"), "text")
+
+
+def test_indices_that_are_cut_off_are_not_read(tmp_path):
+    column = pyarrow.array(["a", "b", "a"] * 11).dictionary_encode()
+    data, rows = arrow(pyarrow.table({"text": column}), "stream", rows=33), (33).to_bytes(8, "little")
+    assert data.count(rows) >= 2  # of the batch and of its column
+    path = write(tmp_path / "x", data.replace(rows, (2 * 10**9).to_bytes(8, "little")))
+    with pytest.raises(InputError, match=f"{path}: "):
+        read(path)

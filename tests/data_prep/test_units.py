@@ -265,8 +265,11 @@ def test_groups_of_files_with_equal_names_in_two_folders_stay(tmp_path, monkeypa
         groups = recorded_groups(tmp_path)
         return divide("a", source, text_key="text", unit_size=10_000, identity=None, groups=groups)
 
+    for many, groups in ((5, 2), (15, 2), (20, 20)):  # the number of all files decides
+        monkeypatch.setattr(module, "MANY", many)
+        assert len(planned()) == groups
+    monkeypatch.setattr(module, "MANY", 5)
     before = planned()
-    assert len(before) == 2
     record_groups(tmp_path, before)
     write(tmp_path / "x", {"00.txt": "added"})
     assert set(before) < set(planned())

@@ -88,11 +88,11 @@ def test_a_shell_that_cannot_start_is_reported(tmp_path, monkeypatch):
 def test_the_command_is_no_rank_of_the_run(tmp_path, monkeypatch):
     ours = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-0"}
     ours |= {"MASTER_PORT": "29500", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "1"}
-    for name, value in {**ours, "HF_TOKEN": "kept", "PSEUDORANK": "kept"}.items():
+    for name, value in {**ours, "HF_TOKEN": "kept", "PSEUDORANK": "kept", "SIZE": "kept"}.items():
         monkeypatch.setenv(name, value)
     commands = AfterSave(f"env > {tmp_path}/env-of-{{path}}", Recorded(), patience=60)
     commands.add(1, "step")
     commands.close(lambda: None)
     found = dict(line.split("=", 1) for line in (tmp_path / "env-of-step").read_text().splitlines() if "=" in line)
     assert not ours.keys() & found.keys()
-    assert found["HF_TOKEN"] == found["PSEUDORANK"] == "kept"
+    assert found["HF_TOKEN"] == found["PSEUDORANK"] == found["SIZE"] == "kept"

@@ -23,6 +23,15 @@ from tools.hf.convert.import_config import model_config, read_config
 from tools.hf.convert.source_tokenizer import ends_of_export, listed, missing_tokens, outline
 
 
+def described(directory, values):
+    """Return the ModelConfig of an export's config.json. Raises ConfigError, also for one in another class's form."""
+    try:
+        return model_config(values)
+    except ConfigError as error:
+        remedy = "what is not such an export can be read after tools/import_hf.py"
+        raise ConfigError([f"--model {directory}: {problem}; {remedy}" for problem in error.problems]) from error
+
+
 def load(arguments, attention_backend="auto"):
     """Return (model on its device, its longest sequence, its ``Tokenizer``, ids that end a text). Raises ConfigError.
 
@@ -36,7 +45,7 @@ def load(arguments, attention_backend="auto"):
     values = read_config(directory) if os.path.exists(directory / "config.json") else {}
     is_step = "model_type" not in values
     if not is_step:
-        config, limit = model_config(values), values.get("max_position_embeddings")
+        config, limit = described(directory, values), values.get("max_position_embeddings")
         if not isinstance(limit, int):
             raise ConfigError([f"--model {directory}: config.json has no max_position_embeddings; add it"])
         parameters = ((name, file.get_tensor(name)) for name, file in weight_files(directory).items())
