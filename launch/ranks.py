@@ -22,7 +22,7 @@ import sys
 import time
 
 given = {word.split("=")[0] for word in sys.argv}
-if {"-h", "--help"} & given or {"--dry-run", "--devices"} <= given:  # at once, without a launcher and its devices
+if "--help" in given or {"--dry-run", "--devices"} <= given:  # at once, without a launcher and its devices
     os.execvpe("bash", ["bash", *sys.argv[1:]], os.environ | {"RANK_PYTHON": sys.executable})
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the launcher is imported

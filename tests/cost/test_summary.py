@@ -89,6 +89,7 @@ def test_heads_by_layer_and_widths_of_heads_are_told_as_such(dry_run):
 def test_each_layer_has_the_backend_of_its_own_heads_and_keys(flags, heads, monkeypatch):
     monkeypatch.setattr(choose, "fastest", lambda _1, _2, shape, *_: ("dense", "triton")[shape[2] == heads])
     monkeypatch.setattr(choose, "TRITON", "installed")
+    monkeypatch.setattr(choose, "missing_for_triton", lambda: None)
     config = parse_config([*SCRIPT.split(), *PLAN, "--num-layers", "2", *flags.split()])[0]
     assert "dense in 1 of 2 layers, triton in 1 of 2 layers" in next(describe_attention(config))
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
+from moh_lm.kernels import devices
 from tests.distributed import run_ranks, whole
 from tests.layers import draw_tokens, vivid_layer
 from tests.model.test_router import CASES, D, make_config
@@ -139,7 +140,8 @@ def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
     ],
 )
 def test_backends_that_could_not_compute_are_refused(monkeypatch, gpu, flags, problem):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(devices, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(devices, "missing_for_triton", lambda: None)
     required = "--data-dir data --checkpoint-dir run --train-iters 10 --attention-backend "
     problems = config_problems(parse_config((required + flags).split())[0], world_size=1)
     problems = [text for text in problems if "triton is not installed" not in text]

@@ -100,6 +100,7 @@ LLM_S = """--num-layers 2 --hidden-size 768 --num-attention-heads 12 --num-share
 def test_a_gpu_without_measurements_goes_by_an_estimate(monkeypatch, flags, capability, backend):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(choose, "TRITON", "installed")
+    monkeypatch.setattr(choose, "missing_for_triton", lambda: None)
     config, _ = parse_config([*LLM_S.split(), *flags.split()])
     assert set(layer_backends(config, torch.device("cuda"))) == {backend}
     measured.keep(Measurement("here", "cuda", "bfloat16", 0, "", 0, [[512, 1.0, 1.1, 1.1]], []))
@@ -191,6 +192,7 @@ def test_auto_is_dense_where_the_faster_backend_cannot_compute(monkeypatch):
     cuda, given = torch.device("cuda"), (torch.float32, (64, 1, 4, 64), 0.5)
     measured.keep(Measurement("here", "cuda", "float32", 0, "", 0, [[64, 0.5, 0.5]], []))
     monkeypatch.setattr(choose, "TRITON", "installed")
+    monkeypatch.setattr(choose, "missing_for_triton", lambda: None)
     assert choose_backend("auto", cuda, *given) == "triton"
     assert choose_backend("auto", cuda, *given, own_keys=True) == "dense"
     assert choose_backend("auto", cuda, *given, dense_only=True) == "dense"

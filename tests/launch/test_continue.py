@@ -51,6 +51,7 @@ def test_a_continuation_does_not_begin_without_a_model(tmp_path):
 
 def test_a_quickstart_repeated_with_another_seed_is_refused(tmp_path):
     (tmp_path / "settings").write_text("1234 --train-iters 9\n")
+    (tmp_path / "base/checkpoints").mkdir(parents=True)
     script = ROOT / "launch/quickstart_continue.sh"
     code, output, _ = execute(["bash", script, tmp_path, "7", "--train-iters", "9"], tmp_path)
     assert code == 2 and f"{tmp_path} has SEED and FLAGS 1234 --train-iters 9; give these" in output
