@@ -101,8 +101,10 @@ def replaced_shards(
 
     @cache
     def input_of(source, path, size, sample):
-        if source not in sources or (source, path) in inputs:
-            return path if source in sources else None
+        if source not in sources:
+            return None
+        if (source, path) in inputs:
+            return path
         if not is_remote(path) and (source, os.path.realpath(path)) in real_paths():
             return path
         piece = contents.get((source, size, sample)) if size else None

@@ -24,7 +24,6 @@ from data_prep.documents import SAMPLE, documents, inspect_file
 from data_prep.encoding import Options, Tokenizer
 from data_prep.units import plan_units
 from data_prep.writing import tokenize_unit
-from moh_lm.config import ConfigError
 from moh_lm.data.files import beside, json_bytes, read_facts, seal
 from tests.tokenizing import TEXTS, decoded, json_lines, shards, tokenize
 
@@ -360,32 +359,3 @@ def test_what_may_not_be_listed_is_not_absent(hub, model, tmp_path, monkeypatch)
     monkeypatch.setattr(Hub, "forbidden", "/tree/")
     _, error = tokenize(model, tmp_path / "out", "s=hf://datasets/o/n/a.jsonl", code=2)
     assert "--source s=hf://datasets/o/n/a.jsonl: cannot be read (403 Forbidden" in error and error.count("\n") == 1
-
-
-class OnHost(MemoryFileSystem):
-    """memory:// as hosted://HOST/data: as for ftp, paths inside have no host, and without one there is no instance."""
-
-    protocol = "hosted"
-
-    def __init__(self, host, **options):
-        super().__init__(**options)
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        inside = path.removeprefix("hosted://").partition("/")[2] if "://" in path else path.lstrip("/")
-        return f"/{inside}".rstrip("/")
-
-    @staticmethod
-    def _get_kwargs_from_urls(path):
-        host = path.removeprefix("hosted://").partition("/")[0]
-        return {"host": host} if host else {}
-
-
-def test_the_host_of_a_pattern_stays_in_the_urls_of_its_files(remote):
-    fsspec.register_implementation("hosted", OnHost, clobber=True)
-    remote.pipe({"/data/a.jsonl": b"a", "/data/b.jsonl": b"b"})
-    found, _ = storage.remote_files("hosted://h/data/*.jsonl")
-    assert found == ["hosted://h/data/a.jsonl", "hosted://h/data/b.jsonl"]
-    assert storage.exists(found[1])
-    with pytest.raises(ConfigError, match="hosted:///data/a.jsonl: lacks its host; write it as in ftp://HOST/PATH"):
-        storage.remote_files("hosted:///data/a.jsonl")

@@ -163,7 +163,7 @@ def check_ends(path, tokenizer):
     kind, *ends, prefix = (field and field.contents() for field in (fields.get(f"tokenizer.ggml.{n}") for n in names))
     for end, expected in zip(("bos", "eos"), ends, strict=True):
         found = getattr(tokenizer, f"{end}_token_id")
-        if expected is not None and found != expected:
+        if None not in (expected, found) and found != expected:
             raise ValueError(f"the file's {end} is {expected}, and transformers reads {found}; update transformers")
     if kind == "llama" and prefix is False:
         raise ValueError("tokenizer.ggml.add_space_prefix false: would be ignored by transformers")
