@@ -16,6 +16,7 @@ from moh_lm.cli.output import open_closed_streams
 from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.flags import changes, make_parser, parse_flags
 from moh_lm.supervise.errors import launch_problems, number_problems, on_several_machines, report_errors
+from moh_lm.supervise.stop import INTERRUPTED
 
 
 def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT", extra=None):
@@ -40,6 +41,8 @@ def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT", extra=
         report_errors(problems, program=config_type.program)
         refuse_start()
         sys.exit(2)
+    except KeyboardInterrupt:  # during the imports
+        sys.exit(INTERRUPTED)
     program.main(given, of_task)
 
 

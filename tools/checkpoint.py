@@ -12,6 +12,7 @@ be fixed, or a file could not be written, and then nothing was written.
 import contextlib
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def run_list(arguments):
     for entry in (entry for entry in entries if entry != pointer):
         with contextlib.suppress(FileNotFoundError):  # a run in progress removes steps, and renames them
             row = describe_entry(entry, latest)
-            rows += [row] if entry.exists() else []
+            rows += [row] if os.path.lexists(entry) else []
     steps = [step.name for step in list_steps(directory)]
     if arguments.json:
         print(json.dumps({"directory": str(directory), "latest": latest, "checkpoints": rows}, indent=1))

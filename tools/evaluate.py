@@ -150,13 +150,14 @@ def evaluate(arguments):
                 raise ConfigError([f"{asked} ({str(error) or 'an answer alone is longer'}); {remedy}"]) from error
             harness |= output["results"]
     rows = [table_row(entry, harness) for entry in entries]
+    errors = [row["stderr"] for row in rows]
     return {
         "model": str(arguments.model),
         "suite": arguments.suite,
         "limit": arguments.limit,
         "tasks": rows,
         "average": sum(row["value"] for row in rows) / len(rows),
-        "average_stderr": math.sqrt(sum(row["stderr"] ** 2 for row in rows)) / len(rows),
+        "average_stderr": None if None in errors else math.hypot(*errors) / len(errors),
         "versions": {module.__name__: module.__version__ for module in (lm_eval, transformers, torch)},
         "dtype": arguments.dtype,
         "batch_size": arguments.batch_size,
@@ -196,18 +197,18 @@ def is_export(model):
 
 
 def table_row(entry, harness):
-    """One number of the table, in percent. harness: {task or group: the harness's results for it}."""
+    """One number of the table, in percent, and its standard error, or None. harness: {task or group: its results}."""
     name, _, extraction = entry.metric.partition(",")
     values = {task: 100 * harness[task][entry.metric] for task in entry.tasks}
     errors = [harness[task].get(f"{name}_stderr,{extraction}") for task in entry.tasks]
-    errors = [100 * error if isinstance(error, float) else 0.0 for error in errors]  # "N/A" for a single question
+    known = all(isinstance(error, float) for error in errors)  # "N/A" if there is one question, or a group has such
     return {
         "column": entry.column,
         "task": entry.task,
         "shots": entry.shots,
         "metric": entry.metric,
         "value": sum(values.values()) / len(values),
-        "stderr": sum(errors) / len(errors),
+        "stderr": 100 * sum(errors) / len(errors) if known else None,
         **({"parts": values} if entry.parts else {}),
     }
 
@@ -264,7 +265,7 @@ def print_table(results, arguments):
         values = [(row["value"], row["stderr"]) for row in result["tasks"]]
         values.append((result["average"], result["average_stderr"]))
         lines.append([result["model"], *(f"{value:.1f}" for value, _ in values)])
-        lines.append(["", *(f"±{stderr:.1f}" for _, stderr in values)])
+        lines.append(["", *("" if stderr is None else f"±{stderr:.1f}" for _, stderr in values)])
     print("\n".join(table(lines[0], lines[1:])))
     for result in results:
         for row in result["tasks"]:

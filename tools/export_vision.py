@@ -96,21 +96,15 @@ def check_empty(output, given):
 
 
 def check_vae(path, is_classifier, config):
-    from diffusers import AutoencoderKL
-
-    from tools.hf.convert.autoencoder import check_indices
+    from tools.hf.convert.autoencoder import load_autoencoder
 
     if is_classifier:
         raise ConfigError([f"--vae {path}: the model is a classifier; leave it out"])
-    try:
-        channels = AutoencoderKL.load_config(path, local_files_only=True)["latent_channels"]
-    except (OSError, ValueError, LookupError) as error:
-        raise ConfigError([f"--vae {path}: is not an AutoencoderKL of diffusers; give its directory"]) from error
+    channels = load_autoencoder(path).config.latent_channels
     if channels != config.in_channels:
         raise ConfigError([f"--vae {path}: has {channels} channels, but the model's latents {config.in_channels}"])
     if not list(path.glob("*.safetensors")):
         raise ConfigError([f"--vae {path}: has no .safetensors; write it again with safe_serialization=True"])
-    check_indices(path)
 
 
 def copy_vae(vae, directory):

@@ -203,7 +203,7 @@ class Saver:
             if free < need:
                 return [
                     f"{temporary}: no space left on device: the checkpoint takes {binary_size(need)} and "
-                    f"{binary_size(free)} are free; make room, or keep fewer steps with --keep-last"
+                    f"{binary_size(free)} are free; remove old steps, and give --keep-last to keep fewer from then on"
                 ]
             if os.path.lexists(temporary):  # another user's, or one with open files on NFS
                 set_aside(temporary)

@@ -43,15 +43,13 @@ STOP_REPORT_S = 120  # seconds that its report may read rows
 REPORT = 3600  # seconds for the report of the run, for which all ranks wait, besides --hang-timeout
 
 
-def run_steps(task, config, dataset, device, stop, watchdog):
-    """Train from the last checkpoint, or from the start, to the last step, or to the step after which ``stop`` is due.
+def run_steps(run):
+    """Train from the last checkpoint, or from the start, to the last step, or to the step after which a stop is due.
 
-    Returns whether the run is complete. Every rank calls it together.
+    run: ``Run``. Returns whether it is complete. Every rank calls it together.
     """
-    check_nodes(config, dataset)
-    run = Run(task, config, dataset, device, stop, watchdog)
     if run.complete():
-        iterations, where = config.run.train_iters, config.run.checkpoint_dir
+        iterations, where = run.config.run.train_iters, run.config.run.checkpoint_dir
         more = ", more than --train-iters" if run.state.step > iterations else ""
         log_rank0(f"the run is complete: {run.state.step} of {iterations} steps are in {where}{more}")
         return True
@@ -69,10 +67,11 @@ def run_steps(task, config, dataset, device, stop, watchdog):
 class Run:
     """One start of a run on this rank. ``state`` is its position, ``stopping`` says whether it was asked to stop.
 
-    task: ``Task``; the other arguments are those of ``run_steps``.
+    task: ``Task``. stop: ``StopRequest``. watchdog: ``Watchdog``. Every rank makes one together.
     """
 
     def __init__(self, task, config, dataset, device, stop, watchdog):
+        check_nodes(config, dataset)
         self.task = task
         self.config = config
         self.device = device
@@ -92,6 +91,7 @@ class Run:
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
         self.announcer = Announcer()
         self.event_log = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
+        self.after_save = AfterSave(config.reliability.after_save, self.event_log, config.reliability.hang_timeout)
         self.state = RunState(config, dataset, self.engine, self.accumulator, self.alarms)
         resume(task, self.state, self.event_log, watchdog.progress)
         self.engine.begin(self.state.step)
@@ -111,9 +111,6 @@ class Run:
         self.watchdog.progress()
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
-        self.after_save = AfterSave(
-            self.config.reliability.after_save, self.event_log, self.config.reliability.hang_timeout
-        )
         self.saver = Saver(
             checkpoints,
             keep_last=self.config.reliability.keep_last,
@@ -193,6 +190,10 @@ class Run:
     def end_after_save(self):
         """Wait for commands of --after-save, less long once the run was asked to stop."""
         self.after_save.close(self.watchdog.progress, lambda: STOP_S if self.stopping or self.stop.due() else math.inf)
+
+    def leave(self):
+        """After an error of this rank alone, which its watchdog no longer sees: wait for commands of --after-save."""
+        self.after_save.close(lambda: None, lambda: STOP_S)
 
     def flags(self):
         """Return whether this rank was asked to stop, and whether it is still writing a checkpoint."""

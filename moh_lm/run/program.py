@@ -19,7 +19,7 @@ from moh_lm.flags import config_of, save_config
 from moh_lm.kernels import devices
 from moh_lm.kernels.measured import machine
 from moh_lm.monitor.console import styled
-from moh_lm.run.loop import run_steps
+from moh_lm.run.loop import Run, run_steps
 from moh_lm.run.resume import contradictions, refuse_resume, tolerated, with_model_of_run
 from moh_lm.supervise.errors import report_errors, report_to_torchrun
 from moh_lm.supervise.processes import exit_process, log_rank0, refuse_foreign_launcher, start_process_group
@@ -103,20 +103,29 @@ def train(task, config, dataset, device):
     """Run the training under a watchdog. Returns False if it was asked to stop before its last step."""
     log_rank0(f"device     {device.type}: {machine(device)}")
     stop = StopRequest(config.reliability.exit_after, config.program)
-    watchdog = Watchdog(config.reliability.hang_timeout, config.program)
+    watchdog, run = Watchdog(config.reliability.hang_timeout, config.program), None
     try:
-        return run_steps(task, config, dataset, device, stop, watchdog)
+        run = Run(task, config, dataset, device, stop, watchdog)
+        return run_steps(run)
     except (ConfigError, CheckpointError, BadNumbers, Differs):
         raise
     except ShardError as error:  # found by the rank that reads the shard; the others see that rank leave
         remedy = "" if "; " in str(error) else "; restore the file"
         print(f"{config.program}: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
-        exit_process(WRONG)
+        leave(run, watchdog, WRONG)
     except Exception:
         trace = traceback.format_exc()
         if watchdog.report_unresponsive():  # then the trace would only show where this rank was waiting
-            exit_process(UNAVAILABLE)
-        print(trace, file=sys.stderr, end="")
-        exit_process(1)
+            leave(run, watchdog, UNAVAILABLE)
+        print(trace, file=sys.stderr, end="", flush=True)
+        leave(run, watchdog, 1)
     finally:
         watchdog.stop()
+
+
+def leave(run, watchdog, code):
+    """Exit alone after an error. run: None if it had not begun."""
+    watchdog.stop()  # which would end this rank because others have left
+    if run:
+        run.leave()
+    exit_process(code)

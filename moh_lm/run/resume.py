@@ -245,11 +245,14 @@ def contradictions(config, dry_run=False):
 def refuse_resume(task, config, dataset):
     """Return the step from which ``resume`` would start, or None, for a dry run on one rank. Raises ConfigError if it
     would refuse this configuration or these data."""
-    steps = filter(is_whole, list_steps(Path(config.run.checkpoint_dir) / "checkpoints"))  # a start sets others aside
-    step = next(steps, None)
-    refuse_dangling(Path(config.run.checkpoint_dir) / "checkpoints", step)
-    if step is not None:
-        checked_state(task, step, config, dataset)
+    checkpoints = Path(config.run.checkpoint_dir) / "checkpoints"
+    try:
+        step = next(filter(is_whole, list_steps(checkpoints)), None)  # a start sets others aside
+        refuse_dangling(checkpoints, step)
+        if step is not None:
+            checked_state(task, step, config, dataset)
+    except OSError as error:
+        raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error
     return step
 
 

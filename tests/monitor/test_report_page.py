@@ -92,6 +92,20 @@ def test_an_image_model_has_a_page_too(kind, flags, title, model, tmp_path):
 # --- Its tables ---
 
 
+@pytest.mark.parametrize(
+    "flags, form",
+    [
+        ("--head-selection static --num-shared-heads 2", "static heads"), ("--head-selection all", "dense attention"),
+        ("--head-selection gated", "gated heads"),
+    ],
+)  # fmt: skip
+def test_the_title_names_the_form_of_attention(flags, form, runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "tiny" / "run")
+    config, _ = parse_config([*FLAGS.split(), "--train-iters", "2000", *flags.split()])
+    (tmp_path / "tiny" / "run" / "config.json").write_text(json.dumps(config.to_dict()))
+    assert tables.title(RunRecord(tmp_path / "tiny" / "run")) == f"tiny: {form}, 2,000 steps"
+
+
 def test_tokens_count_both_lengths_after_a_resume_changed_it(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     config, _ = parse_config([*FLAGS.split(), "--seq-length", "128", "--batch-tokens", "8K", "--train-iters", "2000"])
@@ -104,11 +118,13 @@ def test_the_facts_of_an_event_name_layer_0_too():
     assert tables.facts_of(event) == "alarm: gate drift; layer: 0"
 
 
-def test_times_are_means_over_steps():
-    """Of 12 steps, five took 1 s each, five 2 s and two 8 s; rows are means of intervals."""
+@pytest.mark.parametrize("ends, means", [([5, 10, 12], [1.0, 2.0, 8.0]), ([10, 12], [1.5, 8.0])])
+def test_times_are_means_over_steps(ends, means):
+    """Of 12 steps, five took 1 s each, five 2 s and two 8 s; points are means of intervals, or of several."""
     curves = dict.fromkeys((f"seconds/{part}" for part in tables.PARTS), (np.array([]), np.array([])))
-    curves["seconds/data"] = np.array([5, 10, 12]), np.array([1.0, 2.0, 8.0])
-    run = SimpleNamespace(curves=curves, config=SimpleNamespace(run=SimpleNamespace(log_interval=5)))
+    curves["seconds/data"] = np.array(ends), np.array(means)
+    config = SimpleNamespace(run=SimpleNamespace(log_interval=5))
+    run = SimpleNamespace(curves=curves, config=config, first_row={"step": 5})
     assert tables.time_rows(run) == [[tables.PARTS["data"], f"{31 / 12:.4f}", "100.0%"]]
 
 

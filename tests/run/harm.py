@@ -41,7 +41,7 @@ def nan_in_the_loss(engine):
     nan_in_the_loss.undo = handle.remove
 
 
-def run_and_suffer(flags, step, harm, output):
+def run_and_suffer(flags, step, harm, output, rank=1):
     """``run_with``, whose ``harm`` takes no engine; what a rank prints on standard error goes to a file of its own."""
     os.dup2(os.open(f"{output}-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
-    return run_with(flags, step, lambda engine: harm())
+    return run_with(flags, step, lambda engine: harm(), rank)

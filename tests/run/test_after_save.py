@@ -11,6 +11,7 @@ import pytest
 from moh_lm.checkpoint.manifest import verify
 from moh_lm.run.after_save import AfterSave
 from tests.distributed import run_ranks
+from tests.run.harm import run_and_suffer
 from tests.running import rows
 from tests.training.runs import arguments, events, parameters, run
 
@@ -50,6 +51,22 @@ def test_a_command_that_fails_is_reported_and_the_run_goes_on(data_dir, tmp_path
     found = [(event["step"], event["reason"]) for event in events(tmp_path, "after-save failed")]
     assert found == [(step, "exit code 3: no bucket") for step in (1, 2, 3, 4)]
     assert rows(tmp_path)[-1]["step"] == 4 and len(events(tmp_path, "complete")) == 1
+
+
+def fail():
+    raise OSError("no memory")
+
+
+def test_an_error_leaves_the_commands_their_time(data_dir, tmp_path):
+    """The ranks wait for none of them at a step: each takes longer than a step."""
+    (tmp_path / "copies").mkdir()
+    command = f"sleep 1; cp -r {{path}} {tmp_path}/copies"
+    flags = arguments(data_dir, tmp_path / "run", *SHORT, "--async-save", "false", "--after-save", command)
+    with pytest.raises(AssertionError, match=r"exit codes \[1\]"):
+        run_ranks(run_and_suffer, 1, flags, 4, fail, tmp_path / "output", 0)
+    assert "OSError: no memory" in (tmp_path / "output-0").read_text()
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["step-1", "step-2", "step-3"]
+    assert not any(verify(path) for path in (tmp_path / "copies").iterdir())
 
 
 def test_commands_run_one_after_the_other(tmp_path):

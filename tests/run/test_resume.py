@@ -1,12 +1,14 @@
 """What the ranks find together before a run goes on: unreadable files, a disk that is full, files that are gone."""
 
 import errno
+import importlib
 import json
 import os
 import re
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.writers import Writers
 from moh_lm.parallel import consensus
 from moh_lm.parallel.layers import make_parameter
+from moh_lm.run import state
 from moh_lm.run.intact import sound_step, trace_of_checkpoints
 from moh_lm.run.resume import contradictions, tokenizer_changes
 from moh_lm.run.text import budget_problems
@@ -294,6 +297,21 @@ def test_a_dry_run_passes_by_a_damaged_step_as_a_start_does(data_dir, one_rank_r
             pretrain.main([*arguments(data_dir, tmp_path), "--dry-run"])
         older = steps.list_steps(tmp_path / "checkpoints")[1]
         assert f"\nresumes    from {older}\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_names_a_file_that_cannot_be_read(data_dir, one_rank_run, capsys, monkeypatch):
+    file = steps.list_steps(one_rank_run / "checkpoints")[0] / "state.json"
+    monkeypatch.setattr(state, "read_json", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle", str(file))))
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main([*arguments(data_dir, one_rank_run), "--dry-run"])
+    assert capsys.readouterr().err == f"moh_lm.pretrain: {file}: cannot be read (Stale file handle); make it readable\n"
+
+
+def test_ctrl_c_during_the_imports_prints_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        pretrain.main([])
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import transformers.dynamic_module_utils as transformers_modules
 from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from moh_lm.model.batch_context import RouterInputs
@@ -201,6 +202,29 @@ def test_an_index_of_files_outside_of_the_autoencoder_is_refused(tmp_path, capsy
             assert program.main([str(tmp_path / "run"), *more, *steps]) == 2
             assert "weight_map must give the name of a file beside it" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "vae"]
+
+
+@pytest.mark.parametrize(
+    "name, shape, words",
+    [
+        ("encoder.conv_in.weight", None, "describes a model with encoder.conv_in.weight, unlike its weights"),
+        ("decoder.more.weight", (2,), "describes a model without decoder.more.weight, unlike its weights"),
+        ("encoder.conv_in.weight", (3, 3), "size mismatch for encoder.conv_in.weight"),
+    ],
+)
+def test_weights_of_another_autoencoder_are_refused(name, shape, words, tmp_path, capsys):
+    make_run(tmp_path / "run", LATENT)
+    save_autoencoder(tmp_path / "vae")
+    file = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights.pop(name, None)
+    save_file(weights | ({name: torch.zeros(shape)} if shape else {}), file)
+    more = ["--vae", str(tmp_path / "vae"), "--output", str(tmp_path / "new.png")]
+    for program, steps in ((command, []), (sample_images, ["--steps", "2"])):
+        assert program.main([str(tmp_path / "run"), *more, *steps]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "new.png").exists()
 
 
 def test_a_model_without_class_dropout_is_not_guided(tmp_path):

@@ -1,6 +1,7 @@
 """The output of tools/checkpoint.py: a row for each entry of checkpoints/, the facts of a step, differences of two
 steps."""
 
+import contextlib
 import time
 
 from moh_lm.checkpoint.directory import STEP_NAME
@@ -13,12 +14,17 @@ from tools.checkpoints.read import KINDS
 
 
 def describe_entry(entry, latest):
-    """A row of the table for any entry of checkpoints/."""
-    files = [path for path in entry.rglob("*") if path.is_file()] if entry.is_dir() else [entry]
+    """A row of the table for any entry of checkpoints/, with 0 bytes if it cannot be entered. Raises FileNotFoundError
+    if it is gone."""
+    size, written = 0, when(entry)
+    with contextlib.suppress(OSError):  # the state says why
+        files = [path for path in entry.rglob("*") if path.is_file()] if entry.is_dir() else [entry]
+        size = sum(path.stat().st_size for path in files)
+        written = when(entry / "manifest.json" if (entry / "manifest.json").exists() else entry)
     return {
         "name": entry.name,
-        "bytes": sum(path.stat().st_size for path in files),
-        "written": when(entry / "manifest.json" if (entry / "manifest.json").exists() else entry),
+        "bytes": size,
+        "written": written,
         "layout": layout_of(entry),
         "latest": entry.name == latest,
         "state": describe_state(entry) + (", latest" if entry.name == latest else ""),
@@ -28,6 +34,8 @@ def describe_entry(entry, latest):
 def describe_state(entry):
     if entry.name.endswith(".tmp"):
         return "left over from an interrupted save or removal"
+    if entry.is_symlink() and not entry.exists():
+        return "a link whose target does not exist"
     if not entry.is_dir():
         return "does not belong here"
     aside = "" if STEP_NAME.fullmatch(entry.name) else "set aside; "
@@ -59,7 +67,7 @@ def words(found):
 
 
 def when(path):
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(path.stat().st_mtime))
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(path.lstat().st_mtime))
 
 
 def describe_step(step, content):

@@ -30,8 +30,9 @@ def report_of(arguments, model, tokenizer, domains, changes=None):
     with tqdm(total=steps, desc="layers", unit="layer", disable=None) as bar:
         measures = measure_text(model, domains, bar.update)
         ranks, counts = frequency_ranks(domains, model.model.embed_tokens.weight.shape[0])
-        length = min(25, ((model.config.learned_positions or math.inf) - 1) // 4)  # repeated four times after EOS
-        repeated = repeated_sequences(ranks, counts, tokenizer.eos_id, length=int(length))
+        length = min(25, ((model.config.learned_positions or math.inf) - 1) // 4)  # four times after a start token
+        start = [*tokenizer.bos_ids.tolist(), tokenizer.eos_id][0]
+        repeated = repeated_sequences(ranks, counts, start, length=int(length))
         measures["prefix"] = measure_prefix(model, repeated)
         measures["rare"], chance = measure_rare(model, domains, ranks)
         used, ablation = used_heads(measures), {}

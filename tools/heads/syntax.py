@@ -62,8 +62,9 @@ def read_sentence(lines, tokenizer):
     begun = [end + (len(part) > end) for end, part in zip(whole, decoded, strict=True)]  # or begin: byte tokens
     if not words or tokenizer.model.decode(ids) != text:
         return None
+    begin = tokenizer.bos_ids.tolist()
     spans = {  # tokens of each word: those that spell one of its characters
-        number: (sum(end <= start for end in begun), sum(end < stop for end in whole) + 1)
+        number: (len(begin) + sum(end <= start for end in begun), len(begin) + sum(end < stop for end in whole) + 1)
         for number, (start, stop) in places.items()
     }
     pairs = []
@@ -73,7 +74,7 @@ def read_sentence(lines, tokenizer):
             first, later = sorted((number, governor), key=int)
             sought = "governor" if later == number else "dependent"
             pairs.append((f"{relation} {sought}", int(later) - int(first), spans[later][1] - 1, *spans[first]))
-    return Sentence(torch.tensor(ids), pairs)
+    return Sentence(torch.tensor(begin + ids), pairs)
 
 
 def measure_syntax(model, sentences):

@@ -63,7 +63,7 @@ class RunRecord:
         self.first_evaluation, self.last_evaluation = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
         begun = self.tokens_of_parent(training)
         self.seconds, timed = training_seconds(training, begun)
-        self.last_row = training[-1] if training else {"step": 0, "tokens": 0}
+        self.first_row, self.last_row = (training[0], training[-1]) if training else [{"step": 0, "tokens": 0}] * 2
         self.speed = timed / self.seconds if self.seconds else 0
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
 

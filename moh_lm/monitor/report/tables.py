@@ -19,6 +19,8 @@ def title(run):
     """Return a title such as "quickstart: MoH with 3.4M parameters, 500 steps"."""
     model = run.config.model
     form = "MoH" if model.routed_layers() else "gated heads" if model.gated_layers() else "dense attention"
+    if model.heads.head_selection == "static":
+        form = "static heads"
     of_text = isinstance(run.config, Config)
     what = form if of_text else f"{IMAGE_MODELS[run.config.kind]}, {form}"
     return f"{run.name}: {' with '.join([what, *size(run)])}, {run.config.run.train_iters:,} steps"
@@ -81,9 +83,9 @@ def time_rows(run):
     """Return rows [part of a step, its seconds, its share], means over the steps of the run on rank 0."""
     means = {}
     for key in PARTS:
-        steps, values = run.curves[f"seconds/{key}"]  # the means of intervals, of which the last may be shorter
+        steps, values = run.curves[f"seconds/{key}"]  # the means of one or more intervals; the last may be shorter
         if len(values):
-            begun = max(0, steps[0] - run.config.run.log_interval)
+            begun = max(0, run.first_row["step"] - run.config.run.log_interval)
             means[key] = np.average(values, weights=np.maximum(np.diff(steps, prepend=begun), 1))
     whole = sum(means.values())
     return [[PARTS[key], f"{mean:.4f}", f"{mean / whole:.1%}"] for key, mean in means.items() if whole]

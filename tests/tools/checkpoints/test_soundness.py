@@ -1,5 +1,6 @@
 """tools/checkpoint.py list and verify: they show all that lies there, and find any damage without a traceback."""
 
+import errno
 import pickle
 import random
 import re
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moh_lm.checkpoint.manifest import BLOCK_BYTES, verify
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from tests.checkpoint.damage import (
     Canary,
     add_a_rank,
@@ -63,6 +64,24 @@ def test_list_shows_everything_that_lies_there(checkpoint, copied):
     assert code == 0 and all(name in text for name in rows)
     assert "  tp 1 x pp 1 x dp 2, ZeRO-1  sizes are right, latest\n" in text
     assert text.endswith("latest names step-3; a run resumes from step-10 if it is sound\n")
+
+
+def test_list_shows_what_cannot_be_entered(checkpoint, copied, monkeypatch):
+    exists, closed = Path.exists, step_of(copied, 2)
+    (copied / "checkpoints" / "step-4").symlink_to(copied / "not mounted")
+
+    def refuse(path):
+        if closed in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(lines, "read_entries", lambda entry: refuse(entry / "manifest.json") and read_entries(entry))
+    rows = {row["name"]: row["state"] for row in shown(checkpoint, "list", copied)["checkpoints"]}
+    assert rows == {
+        "step-1": "sizes are right", "step-2": "cannot be read (Permission denied)",
+        "step-3": "sizes are right, latest", "step-4": "a link whose target does not exist",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("function", ["when", "layout_of", "describe_state", "read_entries"])

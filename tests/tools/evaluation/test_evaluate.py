@@ -212,6 +212,18 @@ def test_a_comparison_has_a_line_for_every_model(model, data, result, tmp_path, 
         assert said in found and found.count("\n") == 1
 
 
+def test_an_error_that_one_question_cannot_have_is_left_out(model, data, result, tmp_path, capsys):
+    given = ["--suite", "llm6", "--data", data, "--device", "cpu", "--tasks", "sciq", "--limit", "1"]
+    assert exit_code(evaluate, "--model", model, *given, "--output", tmp_path / "one.json") == 0
+    assert "±" not in capsys.readouterr().out
+    one = json.loads((tmp_path / "one.json").read_text())
+    assert one["tasks"][0]["stderr"] is one["average_stderr"] is None
+    assert exit_code(evaluate, "--model", model, *given, "--compare", tmp_path / "one.json") == 0
+    assert "±" not in capsys.readouterr().out
+    whole = np.linalg.norm([row["stderr"] for row in result["tasks"]]) / len(result["tasks"])
+    assert result["average_stderr"] == pytest.approx(whole)
+
+
 def test_a_file_of_other_tasks_or_questions_stands_in_no_table(model, result, tmp_path, capsys):
     files = {
         "other": {**result, "tasks": result["tasks"][1:2]},  # as many columns as asked for, but another one

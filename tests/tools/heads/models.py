@@ -1,6 +1,7 @@
 """Small models and texts whose heads are measured, and their attention by tests/reference.py."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,11 @@ from tests.reference import attention_layer
 
 def domain(tools, name, windows):
     return tools["text"].Domain(name, list(windows), Counter())
+
+
+def ends_of_documents(*bos_ids):
+    """What a report reads of a tokenizer."""
+    return SimpleNamespace(eos_id=0, bos_ids=np.array(bos_ids, np.int32))
 
 
 def nothing(*_):

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from tests.tools.heads.models import nothing
+from tests.tools.heads.models import ends_of_documents, nothing
 
 
 def test_a_head_planted_for_a_domain_is_the_most_specialised_one(tools, planted):
@@ -81,7 +81,7 @@ def test_alike_pairs_are_found_in_their_layer_among_used_heads(tools):
 def test_one_domain_has_loads_and_no_comparison(tools, planted):
     domains, model, _ = planted
     arguments = Namespace(model="m", ablation_tokens=None, l0=[], examples=5)
-    tokenizer = type("Tokenizer", (), {"eos_id": 0})
+    tokenizer = ends_of_documents()
     report, pictures = tools["report"].report_of(arguments, model, tokenizer, domains[:1])
     page = tools["page"].page(report, pictures, lambda ids: " ".join(map(str, ids)))
     assert "give a second one" in page and "NaN" not in json.dumps(tools["report"].plain(report))

@@ -18,7 +18,7 @@ from moh_lm.config import ConfigError, ModelConfig
 from tests.distributed import run_ranks
 from tests.models import draw_zeros, make_model
 from tests.tools.exporting import PAPER, write_checkpoint
-from tests.tools.heads.models import SMALL, TREES, random_model
+from tests.tools.heads.models import SMALL, TREES, ends_of_documents, random_model
 from tools import head_report
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -109,10 +109,19 @@ def test_rarely_used_routed_heads_are_compared_with_the_others(tools):
 
 def test_a_model_is_asked_for_no_position_beyond_its_table(tools, texts):
     arguments = Namespace(model="m", ablation_tokens=None, l0=[], examples=1, similarity=None)
-    tokenizer = type("Tokenizer", (), {"eos_id": 0})
+    tokenizer = ends_of_documents()
     config = ModelConfig(**SMALL, position=("learned",), learned_positions=40)
     report, _ = tools["report"].report_of(arguments, draw_zeros(make_model(config)).eval(), tokenizer, texts)
     assert report["seq_length"] == 40
+
+
+@pytest.mark.parametrize("bos_ids, start", [((), 0), ((7,), 7)])
+def test_repeated_tokens_follow_what_documents_begin_after(bos_ids, start, tools, texts, monkeypatch):
+    arguments = Namespace(model="m", ablation_tokens=0, l0=[], examples=1)
+    read, measure = [], tools["report"].measure_prefix
+    monkeypatch.setattr(tools["report"], "measure_prefix", lambda *given: read.append(given[1]) or measure(*given))
+    tools["report"].report_of(arguments, random_model("static"), ends_of_documents(*bos_ids), texts)
+    assert set(read[0][:, 0].tolist()) == {start} and start not in read[0][:, 1:]
 
 
 @pytest.mark.parametrize("sizes", [(4096, 54), (300, 300), (200, 90, 1000)])
@@ -126,7 +135,7 @@ def test_specialisation_by_chance_is_that_of_heads_that_all_domains_use_alike(to
 @pytest.mark.parametrize("name", ["static", "element gates, tied"])
 def test_models_without_a_router_have_attention_and_importance(tools, name, texts):
     arguments = Namespace(model="m", ablation_tokens=None, l0=[], examples=5)
-    tokenizer = type("Tokenizer", (), {"eos_id": 0})
+    tokenizer = ends_of_documents()
     report, pictures = tools["report"].report_of(arguments, random_model(name), tokenizer, texts)
     page = tools["page"].page(report, pictures, lambda ids: " ".join(map(str, ids)))
     assert not report["routed"] and "similarity" not in report

@@ -35,6 +35,16 @@ def test_the_words_of_a_treebank_are_found_in_the_tokens(tools, tokenizer, tmp_p
             read(path, tokenizer, 1000, 64)
 
 
+def test_sentences_begin_like_documents(tools, tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "trees.conllu"
+    path.write_text(TREES)
+    plain = tools["syntax"].read_treebank(path, tokenizer, 1000, 64)
+    monkeypatch.setattr(tokenizer, "bos_ids", np.array([1], np.int32))
+    for with_bos, without in zip(tools["syntax"].read_treebank(path, tokenizer, 1000, 64), plain, strict=True):
+        assert with_bos.tokens.tolist() == [1, *without.tokens.tolist()]
+        assert with_bos.pairs == [(*pair[:2], *(place + 1 for place in pair[2:])) for pair in without.pairs]
+
+
 def test_a_word_of_byte_tokens_has_all_of_them(tools, tokenizer):
     words = (1, "Dogs", 2), (2, "\u2740\u2741", 0), (3, "bark", 2)  # three bytes each flower
     lines = [f"{number}\t{word}\t_\t_\t_\t_\t{governor}\tx\t_\t_" for number, word, governor in words]
