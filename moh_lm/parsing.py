@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class BeyondLimits(ValueError):
@@ -14,9 +16,20 @@ def open_at_once(path, flags):
     return os.open(path, flags | os.O_NONBLOCK)
 
 
+@contextmanager
+def naming(path: str | Path):
+    """Add the path to errors of the operating system that lack it, as those of reading and writing do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def read_json(path):
     """Return the value of a JSON file. Raises OSError, and ValueError as ``parse_json``."""
-    with open(path, "rb", opener=open_at_once) as file:
+    with naming(path), open(path, "rb", opener=open_at_once) as file:
         return parse_json(file.read())
 
 

@@ -15,8 +15,13 @@ from moh_lm.cli.command import absent_package
 from moh_lm.cli.output import open_closed_streams
 from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.flags import changes, make_parser, parse_flags
-from moh_lm.supervise.errors import launch_problems, number_problems, on_several_machines, report_errors
-from moh_lm.supervise.stop import INTERRUPTED
+from moh_lm.supervise.errors import (
+    INTERRUPTED,
+    launch_problems,
+    number_problems,
+    on_several_machines,
+    report_errors,
+)
 
 
 def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT", extra=None):

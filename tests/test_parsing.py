@@ -107,6 +107,13 @@ def test_aliases_that_stand_for_endless_lists_are_refused_at_once(tmp_path):
             parse_config(["--config", str(tmp_path / "c.yaml")])
 
 
+def test_an_error_while_reading_names_the_file():
+    """/proc/self/mem can be opened, but holds nothing at its beginning."""
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read_json("/proc/self/mem")
+    assert caught.value.filename == "/proc/self/mem"
+
+
 def test_a_pipe_is_an_empty_file(tmp_path):
     os.mkfifo(pipe := tmp_path / "config.json")
     assert list(complete_rows(pipe)) == [] and describe(pipe) == {"bytes": 0, "sha256": []}

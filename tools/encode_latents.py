@@ -24,7 +24,8 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.command import RESUMES, output_path, run_file
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, naming, read_json, sha256_of, write_json
+from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
+from moh_lm.parsing import naming
 from moh_lm.units import at_least
 
 AHEAD = 4  # batches that are read before they are encoded

@@ -100,11 +100,11 @@ def check_vae(path, is_classifier, config):
 
     if is_classifier:
         raise ConfigError([f"--vae {path}: the model is a classifier; leave it out"])
+    if list(path.glob("*.bin")) and not list(path.glob("*.safetensors")):
+        raise ConfigError([f"--vae {path}: has no .safetensors; write it again with safe_serialization=True"])
     channels = load_autoencoder(path).config.latent_channels
     if channels != config.in_channels:
         raise ConfigError([f"--vae {path}: has {channels} channels, but the model's latents {config.in_channels}"])
-    if not list(path.glob("*.safetensors")):
-        raise ConfigError([f"--vae {path}: has no .safetensors; write it again with safe_serialization=True"])
 
 
 def copy_vae(vae, directory):

@@ -13,8 +13,8 @@ import os
 import re
 from pathlib import Path
 
-from moh_lm.data.files import naming, write_json
-from moh_lm.parsing import open_at_once, read_json
+from moh_lm.data.files import write_json
+from moh_lm.parsing import naming, open_at_once, read_json
 
 BLOCK_BYTES = 1 << 22
 FLUSH_BYTES = 64 * BLOCK_BYTES  # written at most before they are flushed to the disk, which takes seconds

@@ -22,7 +22,7 @@ from time import sleep
 from typing import BinaryIO
 
 from moh_lm.config import ConfigError
-from moh_lm.parsing import open_at_once, parse_json, read_json
+from moh_lm.parsing import naming, open_at_once, parse_json, read_json
 
 VERSION = 3  # of the sidecar and of the manifest
 REMEDY = "restore it, or run data_prep/tokenize.py again"
@@ -78,17 +78,6 @@ class Description:
     def facts(self) -> dict:
         sums = "".join(f"{block:08x}" for block in self.blocks)
         return {"bytes": self.num_bytes, "sha256": self.sha256.hexdigest(), "crc32": sums}
-
-
-@contextmanager
-def naming(path: str | Path):
-    """Add the path to errors of the operating system that lack it, such as those of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def publish(path: Path, data: bytes):

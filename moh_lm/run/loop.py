@@ -192,8 +192,11 @@ class Run:
         self.after_save.close(self.watchdog.progress, lambda: STOP_S if self.stopping or self.stop.due() else math.inf)
 
     def leave(self):
-        """After an error of this rank alone, which its watchdog no longer sees: wait for commands of --after-save."""
-        self.after_save.close(lambda: None, lambda: STOP_S)
+        """After an error of this rank alone, whose watchdog has ended: wait for commands of --after-save."""
+        seconds = min(STOP_S, self.after_save.patience / 2)  # before the watchdogs of others end the run
+        if self.after_save.running:
+            log_rank0(f"waiting up to {seconds:.0f} s for commands of --after-save")
+        self.after_save.close(lambda: None, lambda: seconds)
 
     def flags(self):
         """Return whether this rank was asked to stop, and whether it is still writing a checkpoint."""

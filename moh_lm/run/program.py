@@ -21,11 +21,11 @@ from moh_lm.kernels.measured import machine
 from moh_lm.monitor.console import styled
 from moh_lm.run.loop import Run, run_steps
 from moh_lm.run.resume import contradictions, refuse_resume, tolerated, with_model_of_run
-from moh_lm.supervise.errors import report_errors, report_to_torchrun
+from moh_lm.supervise.errors import INTERRUPTED, report_errors, report_to_torchrun
 from moh_lm.supervise.processes import exit_process, log_rank0, refuse_foreign_launcher, start_process_group
 from moh_lm.supervise.rendezvous import RendezvousError, Unreachable, refuse
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
-from moh_lm.supervise.stop import INTERRUPTED, StopRequest
+from moh_lm.supervise.stop import StopRequest
 from moh_lm.supervise.watchdog import MARGIN_S, UNAVAILABLE, Watchdog
 from moh_lm.training.guard import BadNumbers
 from moh_lm.units import wrapped

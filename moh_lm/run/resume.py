@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint.directory import list_steps, newest_model, refuse_dangling, remove_leftovers
+from moh_lm.checkpoint.directory import list_steps, newest_model, reading, refuse_dangling, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, is_whole, read_entries
 from moh_lm.checks.layout import uneven_batch
@@ -250,7 +250,8 @@ def refuse_resume(task, config, dataset):
         step = next(filter(is_whole, list_steps(checkpoints)), None)  # a start sets others aside
         refuse_dangling(checkpoints, step)
         if step is not None:
-            checked_state(task, step, config, dataset)
+            with reading(step):
+                checked_state(task, step, config, dataset)
     except OSError as error:
         raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error
     return step

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moh_lm.cli.command import import_problems
 
+INTERRUPTED = 130  # exit code after Ctrl-C, like that of a process that SIGINT killed
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")  # read beside RANK
 OF_OTHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # read where it is not set
 

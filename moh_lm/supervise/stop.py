@@ -13,9 +13,10 @@ import time
 
 import psutil
 
+from moh_lm.supervise.errors import INTERRUPTED
+
 SAME = 2  # seconds within which signals are one request
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # each asks a run to stop
-INTERRUPTED = 128 + signal.SIGINT  # exit code, like that of a process that the signal killed
 
 
 class StopRequest:

@@ -143,9 +143,10 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith(said)
 
 
-def test_the_command_line_is_read_without_yaml_and_a_file_names_it(tmp_path):
+def test_the_command_line_is_read_without_packages_and_a_file_names_yaml(tmp_path):
     (tmp_path / "a.yaml").write_text("num_layers: 2\n")
-    without = "import sys; sys.modules['yaml'] = None; from moh_lm import pretrain; pretrain.main()"
+    packages = "yaml", "psutil", "numpy", "torch"
+    without = f"import sys; sys.modules.update(dict.fromkeys({packages})); from moh_lm import pretrain; pretrain.main()"
     absent = "the package yaml is not installed"
     saves = ["--dry-run", "--save-config", "b.yaml"]
     for given, code, said in (["--help"], 0, ""), (["--config", "a.yaml"], 2, absent), (saves, 2, absent):

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from moh_lm.config import ConfigError
 from moh_lm.model.batch_context import RouterInputs
 from moh_lm.model.router import AllHeads, HeadRouter
 from moh_lm.vision.augment import center_crop, normalized
@@ -29,6 +30,7 @@ from tests.tools.exported_code.moh_router import image_router
 from tests.vision.cases import save_autoencoder
 from tools import export_vision as command
 from tools import sample_images
+from tools.hf.convert.autoencoder import load_autoencoder
 from tools.hf.convert.import_step import write_step
 from tools.hf.convert.import_weights import Part
 
@@ -209,7 +211,7 @@ def test_an_index_of_files_outside_of_the_autoencoder_is_refused(tmp_path, capsy
     [
         ("encoder.conv_in.weight", None, "describes a model with encoder.conv_in.weight, unlike its weights"),
         ("decoder.more.weight", (2,), "describes a model without decoder.more.weight, unlike its weights"),
-        ("encoder.conv_in.weight", (3, 3), "size mismatch for encoder.conv_in.weight"),
+        ("encoder.conv_in.weight", (3, 3), "cannot be loaded ("),
     ],
 )
 def test_weights_of_another_autoencoder_are_refused(name, shape, words, tmp_path, capsys):
@@ -225,6 +227,35 @@ def test_weights_of_another_autoencoder_are_refused(name, shape, words, tmp_path
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
     assert not (tmp_path / "new.png").exists()
+
+
+def test_a_shard_without_a_weight_of_its_index_is_refused(tmp_path):
+    vae = save_autoencoder(tmp_path / "sound")
+    vae.save_pretrained(tmp_path / "vae", max_shard_size="20KB")
+    load_autoencoder(tmp_path / "vae")
+    shard, *others = sorted((tmp_path / "vae").glob("*.safetensors"))
+    name, *kept = sorted(weights := load_file(shard))
+    assert others and kept
+    save_file({key: weights[key] for key in kept}, shard)
+    with pytest.raises(ConfigError, match=f"lists {name} in {shard.name}, which lacks it"):
+        load_autoencoder(tmp_path / "vae")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"_class_name": "VQModel"}, "is of the class VQModel"), ({"norm_num_groups": 0}, "cannot be loaded ("),
+        ({"block_out_channels": [8]}, "cannot be loaded ("), ({"down_block_types": [None, 3]}, "cannot be loaded ("),
+    ],
+)  # fmt: skip
+def test_a_configuration_of_another_class_or_with_wrong_values_is_refused(settings, words, tmp_path):
+    save_autoencoder(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(ConfigError) as caught:
+        load_autoencoder(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"--vae {tmp_path}: {words}")
 
 
 def test_a_model_without_class_dropout_is_not_guided(tmp_path):

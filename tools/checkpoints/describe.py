@@ -34,19 +34,19 @@ def describe_entry(entry, latest):
 def describe_state(entry):
     if entry.name.endswith(".tmp"):
         return "left over from an interrupted save or removal"
-    if entry.is_symlink() and not entry.exists():
-        return "a link whose target does not exist"
-    if not entry.is_dir():
-        return "does not belong here"
     aside = "" if STEP_NAME.fullmatch(entry.name) else "set aside; "
     try:
+        if entry.is_symlink() and not entry.exists():
+            return "a link whose target does not exist"
+        if not entry.is_dir():
+            return "does not belong here"
         expected = {name: content["bytes"] for name, content in read_entries(entry).items()}
+        files = [path for path in entry.iterdir() if not path.name.startswith(".") and path.name != "manifest.json"]
+        present = {path.name: path.stat().st_size if path.is_file() else None for path in files}
     except ValueError as error:
         return f"{aside}{str(error).removeprefix(f'{entry}/')}"
     except OSError as error:
         return f"{aside}cannot be read ({error.strerror})"
-    files = [path for path in entry.iterdir() if not path.name.startswith(".") and path.name != "manifest.json"]
-    present = {path.name: path.stat().st_size if path.is_file() else None for path in files}
     wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))
     return aside + (f"wrong size, missing or foreign: {', '.join(wrong)}" if wrong else "sizes are right")
 

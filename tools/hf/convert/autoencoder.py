@@ -1,7 +1,13 @@
 """The autoencoder of a DiT of latents: an AutoencoderKL in diffusers' form."""
 
+from safetensors import SafetensorError, safe_open
+
 from moh_lm.config import ConfigError
+from moh_lm.parsing import read_json
 from tools.hf.convert.export_files import read_index
+
+GIVE = "give the directory of an AutoencoderKL of diffusers"
+WEIGHTS = "diffusion_pytorch_model"
 
 
 def load_autoencoder(path):
@@ -12,17 +18,13 @@ def load_autoencoder(path):
     from diffusers import AutoencoderKL
     from diffusers.utils import logging
 
-    give = "give the directory of an AutoencoderKL of diffusers"
-    if not (path / "config.json").is_file():
-        raise ConfigError([f"--vae {path}: has no config.json; {give}"])
-    check_indices(path)
-    logging.set_verbosity_error()  # it only warns of weights that it draws or leaves out
-    try:  # with low_cpu_mem_usage a missing weight is an error of PyTorch's
-        settings = dict(local_files_only=True, low_cpu_mem_usage=False, output_loading_info=True)
-        vae, found = AutoencoderKL.from_pretrained(path, **settings)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    check_files(path)
+    logging.set_verbosity(logging.CRITICAL)  # it only warns of weights that it draws or leaves out
+    try:
+        vae, found = AutoencoderKL.from_pretrained(path, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError([f"--vae {path}: cannot be loaded ({reason:.300}); {give}"]) from error
+        raise ConfigError([f"--vae {path}: cannot be loaded ({reason:.300}); {GIVE}"]) from error
     for key, words in (("missing_keys", "with"), ("unexpected_keys", "without")):
         if found[key]:
             told = f"its config.json describes a model {words} {sorted(found[key])[0]}, unlike its weights"
@@ -30,7 +32,30 @@ def load_autoencoder(path):
     return vae.eval().requires_grad_(False)
 
 
-def check_indices(path):
-    """Raise ConfigError if an index in the directory names a file that is not beside it."""
+def check_files(path):
+    """Raise ConfigError if a directory holds no AutoencoderKL, or an index of tensors that are not beside it."""
+    if not (path / "config.json").is_file():
+        raise ConfigError([f"--vae {path}: has no config.json; {GIVE}"])
+    try:
+        name = read_json(path / "config.json").get("_class_name", "AutoencoderKL")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError([f"--vae {path}: its config.json cannot be read ({error}); {GIVE}"]) from error
+    if name != "AutoencoderKL":
+        raise ConfigError([f"--vae {path}: is of the class {name}; {GIVE}"])
+    if not any((path / f"{WEIGHTS}.{end}").is_file() for end in ("safetensors", "safetensors.index.json", "bin")):
+        raise ConfigError([f"--vae {path}: has no {WEIGHTS}.safetensors; {GIVE}, and rename a variant such as fp16"])
     for index in path.glob("*.index.json"):
-        read_index(index)
+        check_index(index)
+
+
+def check_index(index):
+    """Raise ConfigError if a tensor of an index is not in the file that it names."""
+    listed = read_index(index)
+    for name in sorted(set(listed.values())):
+        try:
+            with safe_open(index.with_name(name), "pt") as file:
+                held = set(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise ConfigError([f"{index.with_name(name)}: cannot be read ({error}); fetch it again"]) from error
+        for tensor in sorted(key for key, where in listed.items() if where == name and key not in held):
+            raise ConfigError([f"{index}: lists {tensor} in {name}, which lacks it; fetch both again"])
