@@ -7,6 +7,7 @@ import torch
 
 from moh_lm.build import layer_backends
 from moh_lm.config import walk
+from moh_lm.config.text import doublings_between
 from moh_lm.cost import description
 from moh_lm.cost.devices import Machine, known_device
 from moh_lm.cost.flops import computed_share, flops_per_token, peak_flops
@@ -152,10 +153,11 @@ def describe_batches(config):
 
 def describe_lengths(config):
     """Return the lengths of --seq-length-warmup and the steps at which they start."""
-    steps = {}
-    for step in range(config.data.length_warmup[1] + 1):
-        steps.setdefault(config.length_at(config.run.samples_after(step)), step)
-    return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for length, step in steps.items())
+    length, iterations = config.data.length_warmup
+    doublings = doublings_between(length, config.run.seq_length)
+    starts = [-(-number * iterations // max(1, doublings)) for number in range(doublings + 1)]  # rounded up
+    lengths = {step: config.length_at(config.run.samples_after(step)) for step in starts}
+    return "lengths    " + ", ".join(f"{length:,} from step {step:,}" for step, length in lengths.items())
 
 
 def describe_layout(config, world_size):

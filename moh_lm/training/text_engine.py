@@ -101,7 +101,8 @@ class TextEngine(Engine):
 
     @torch.no_grad()
     def evaluate_rows(self, micro_batches, num_rows):
-        """Return the same and the number of sequences for each source number below ``num_rows``: [num_rows, 3]."""
+        """Return the same and the number of sequences, with those that only fill batches, for each source number below
+        ``num_rows``: [num_rows, 3]."""
         self.sums = StepSums(num_rows, self.groups, self.device)
         self.evaluation_forward(self.own_part(micro_batches))
         return self.sums.reduce()

@@ -35,6 +35,13 @@ def test_the_length_doubles_in_equal_stretches(given, whole, expected):
     assert describe_lengths(config) == f"lengths    {', '.join(changes)}"
 
 
+def test_a_long_warm_up_is_described_as_fast():
+    flags = "--seq-length 1024 --batch-tokens 2048 --seq-length-warmup 256:1000000001 --train-iters 2000000000"
+    config, _ = parse_config(flags.split())
+    expected = "256 from step 0, 512 from step 500,000,001, 1,024 from step 1,000,000,001"
+    assert describe_lengths(config) == f"lengths    {expected}"
+
+
 @pytest.mark.parametrize("resets", [False, True])
 def test_parts_begin_at_position_0_and_all_else_stays(tmp_path, resets):
     dataset = open_dataset(make_directory(tmp_path, {"a": [[5, 9, 3, 12] * 20]}))
